@@ -1,0 +1,273 @@
+"""One backward pass that carries (g, s): PyTorch's gradient, and beside it the Hessian diagonal of every tensor.
+
+Autograd's graph already is the network. A pre-hook on each node receives the gradient g at the node's output from PyTorch's own
+engine, takes the diagonal s that the node's consumers have left there, and hands each input its share by the operator's rule.
+At a leaf the sum of the shares is the parameter's ``hess_diag``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import heads
+from .graph import Edge, Step, edge_of, leading_to, metadata, steps_of, topological
+
+METHODS = ("hesscale", "hesscale_gn", "bl89")
+HEADS = ("exact", "rules")
+FALLBACKS = ("error", "exact")
+
+
+def backward(
+    loss: Tensor,
+    *,
+    method: str = "hesscale",
+    outputs: Tensor | Sequence[Tensor] | None = None,
+    inputs: Tensor | Sequence[Tensor] | None = None,
+    retain_graph: bool = False,
+    head: str = "exact",
+    fallback: str = "error",
+) -> None:
+    """Fill ``p.grad`` and ``p.hess_diag`` of every leaf: ``loss.backward()`` that also brings the Hessian diagonal.
+
+    Gradients are PyTorch's own, bit for bit. Diagonals follow the recursion of the paper's Eq. 3 and 4, from the exact diagonal
+    at the model's outputs down. Both accumulate; where ``p.grad`` is None when the pass reaches p, ``p.hess_diag`` starts afresh.
+
+    Args:
+        loss: a real scalar with a graph.
+        method: ``"hesscale"``; ``"hesscale_gn"``, which drops the second derivatives of the model (not of the loss); or
+            ``"bl89"``, Becker and LeCun's, which treats softmax as if it were elementwise.
+        outputs: the model's outputs, where the exact treatment of the loss ends. Found by default: on each path back from the
+            loss, the first matrix product, convolution, embedding or their like made them.
+        inputs: fill only these tensors, as in ``Tensor.backward``.
+        retain_graph: keep the graph for another pass.
+        head: ``"exact"`` uses double backward between loss and outputs where the rules are not exact there; ``"rules"`` never.
+        fallback: what to do at an operator without a rule: ``"error"``, or ``"exact"`` to differentiate it twice by brute force.
+
+    Raises:
+        UnsupportedOperator: before anything has changed.
+
+    Example:
+        >>> import torch, hesscale
+        >>> w = torch.tensor([1.0, 2.0], requires_grad=True)
+        >>> hesscale.backward((w ** 3).sum())
+        >>> w.grad, w.hess_diag
+        (tensor([ 3., 12.]), tensor([ 6., 12.]))
+    """
+    check_choices(method=method, head=head, fallback=fallback)
+    check_loss(loss)
+    wanted = None if inputs is None else as_tensors(inputs, "inputs")
+    plan = Plan(loss, method=method, outputs=outputs, wanted=wanted, head=head, fallback=fallback)
+    with plan.hooks():
+        torch.autograd.backward(loss, inputs=wanted, retain_graph=retain_graph)
+    for tensor, edge in zip(wanted or (), plan.wanted, strict=True):
+        if not tensor.is_leaf:
+            accumulate(tensor, plan.diagonals.get(edge), tensor.dtype)
+
+
+def grad(
+    loss: Tensor,
+    tensors: Tensor | Sequence[Tensor],
+    *,
+    method: str = "hesscale",
+    outputs: Tensor | Sequence[Tensor] | None = None,
+    retain_graph: bool = False,
+    head: str = "exact",
+    fallback: str = "error",
+    allow_unused: bool = False,
+) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
+    """``(gradients, Hessian diagonals)`` of the loss at ``tensors``, touching no ``.grad``.
+
+    Any tensor of the graph will do, pre-activations included. The options are those of :func:`backward`; a tensor that the loss
+    does not depend on raises, or gives None with ``allow_unused=True``.
+
+    Example:
+        >>> import torch, hesscale
+        >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
+        >>> h = x * x
+        >>> hesscale.grad((h ** 2).sum(), [h, x])[1]
+        (tensor([2., 2.]), tensor([12., 48.]))
+    """
+    check_choices(method=method, head=head, fallback=fallback)
+    check_loss(loss)
+    wanted = as_tensors(tensors, "tensors")
+    plan = Plan(loss, method=method, outputs=outputs, wanted=wanted, head=head, fallback=fallback)
+    with plan.hooks():
+        gradients = torch.autograd.grad(loss, wanted, retain_graph=retain_graph, allow_unused=allow_unused)
+    diagonals = [plan.diagonals.get(edge) for edge in plan.wanted]
+    return gradients, tuple(
+        None if g is None else own(s, tensor, tensor.dtype) for g, s, tensor in zip(gradients, diagonals, wanted, strict=True)
+    )
+
+
+class Plan:
+    """Everything decided before backward starts: which rule serves which node, where the head is, what is already exact."""
+
+    def __init__(
+        self,
+        loss: Tensor,
+        *,
+        method: str,
+        outputs: Tensor | Sequence[Tensor] | None,
+        wanted: Sequence[Tensor] | None,
+        head: str,
+        fallback: str,
+    ) -> None:
+        root = edge_of(loss)[0]
+        order = topological(root)
+        self.wanted = [edge_of(tensor) for tensor in wanted or ()]
+        ends = None if outputs is None else {edge_of(tensor) for tensor in as_tensors(outputs, "outputs")}
+        if ends and not ends <= {edge for node in order for edge in node.next_functions} | {edge_of(loss)}:
+            raise ValueError("outputs holds a tensor that is not in the graph of the loss")
+        if wanted is not None:
+            order = leading_to(order, self.wanted)
+        self.steps = steps_of(order, method=method, fallback=fallback)
+        self.gauss_newton = method == "hesscale_gn"
+        self.head = heads.Head.empty()
+        if method != "bl89" and (head == "exact" or self.gauss_newton):
+            self.head = heads.find(self.steps, ends, self.wanted)
+        self.loss = loss
+        self.diagonals: dict[Edge, Tensor] = {}
+        self.exact: dict[Edge, Tensor] = {}
+        self.double_backward = head == "exact" and method != "bl89"
+        self.task: int | None = None
+
+    @contextmanager
+    def hooks(self) -> Iterator[None]:
+        """Carry curvature through whatever backward pass runs inside the block."""
+        if self.double_backward:
+            self.exact = heads.exact_diagonals(self.loss, self.head)
+        self.diagonals.update(self.exact)
+        kept = frozenset(self.wanted)
+        settled = self.head.settled(self.exact, self.wanted)
+        handles = []
+        try:
+            for step in self.steps:
+                if step.node not in settled:
+                    handles.append(step.node.register_prehook(self.hook(step, kept)))
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def hook(self, step: Step, kept: frozenset[Edge]) -> Callable[[Sequence[Tensor | None]], None]:
+        node, rule, edges, repeated = step
+        diagonals = self.diagonals
+        count = len(node._input_metadata)
+        in_head = node in self.head.nodes
+        drop_gradient = self.gauss_newton and not in_head
+
+        def visit(gradients: Sequence[Tensor | None]) -> None:
+            if self.is_nested():
+                return
+            if rule is None:
+                if gradients[0] is not None:
+                    accumulate(node.variable, diagonals.pop((node, 0), None), gradients[0].dtype)
+                return
+            s = tuple([diagonals.get(edge) if edge in kept else diagonals.pop(edge, None) for edge in outputs])
+            g = none if drop_gradient else tuple([None if t is None else carried(t) for t in gradients])
+            if is_zero(s) and (not rule.curved or is_zero(g)):
+                return
+            function = rule.same if repeated and rule.joint else rule.function
+            shares = function(node, g, s) if rule.many else function(node, g[0], s[0])  # type: ignore[misc]
+            if isinstance(shares, Tensor) or shares is None:
+                shares = (shares,)
+            for edge, share in zip(edges, shares, strict=True):
+                if share is not None and edge[0] is not None and not (in_head and edge in self.exact):
+                    self.add(edge, share)
+
+        outputs = [(node, i) for i in range(count)]
+        none = (None,) * count
+        return visit if not torch.is_autocast_enabled() else without_autocast(visit)
+
+    def is_nested(self) -> bool:
+        """Whether this call comes from a backward pass that a rule runs inside the one we serve."""
+        task = torch._C._current_graph_task_id()
+        if self.task is None:
+            self.task = task
+        return task != self.task
+
+    def add(self, edge: Edge, share: Tensor) -> None:
+        share = fit(share, metadata(edge))
+        present = self.diagonals.get(edge)
+        self.diagonals[edge] = share if present is None else present + share
+
+
+def is_zero(values: Sequence[Tensor | None]) -> bool:
+    return all(value is None for value in values)
+
+
+def fit(share: Tensor, meta: Any) -> Tensor:
+    """A share in the shape, dtype and device of the tensor it belongs to: what was broadcast is summed."""
+    dtype = carrier(meta.dtype)
+    if share.dtype != dtype or share.device != meta.device:
+        share = share.to(device=meta.device, dtype=dtype)
+    shape = torch.Size(meta.shape)
+    return share if share.shape == shape else share.sum_to_size(shape)
+
+
+def carrier(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that carries curvature: float16 has no room for squares, so float32 stands in for it."""
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
+def carried(gradient: Tensor) -> Tensor:
+    return gradient.float() if gradient.dtype == torch.float16 else gradient
+
+
+def accumulate(tensor: Tensor, diagonal: Tensor | None, dtype: torch.dtype) -> None:
+    """Add to ``tensor.hess_diag``, or start it afresh where the gradient starts afresh too."""
+    present = getattr(tensor, "hess_diag", None)
+    if tensor.grad is None or present is None:
+        tensor.hess_diag = own(diagonal, tensor, dtype)  # type: ignore[attr-defined]
+    elif diagonal is not None:
+        present.add_(diagonal)
+
+
+def own(diagonal: Tensor | None, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """A dense tensor of its own with the layout of ``like``: shares may alias each other and the gradient."""
+    if diagonal is None:
+        return torch.zeros_like(like, dtype=dtype, requires_grad=False)
+    return torch.empty_like(like, dtype=dtype, requires_grad=False).copy_(diagonal)
+
+
+def without_autocast(visit: Callable[..., None]) -> Callable[..., None]:
+    def quiet(gradients: Sequence[Tensor | None]) -> None:
+        device = next((g.device.type for g in gradients if g is not None), "cpu")
+        with torch.autocast(device, enabled=False):
+            visit(gradients)
+
+    return quiet
+
+
+def check_choices(*, method: str, head: str, fallback: str) -> None:
+    for name, value, allowed in (("method", method, METHODS), ("head", head, HEADS), ("fallback", fallback, FALLBACKS)):
+        if value not in allowed:
+            raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}")
+
+
+def check_loss(loss: Tensor) -> None:
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"the loss must be a tensor, not {type(loss).__name__}")
+    if loss.numel() != 1:
+        raise ValueError(f"the loss must be a scalar, but has shape {tuple(loss.shape)}; reduce it with .mean() or .sum()")
+    if loss.is_complex():
+        raise ValueError("the loss must be real, but is complex")
+    if not loss.requires_grad:
+        raise ValueError("the loss has no graph: no parameter it depends on requires a gradient, or it was computed under no_grad")
+
+
+def as_tensors(tensors: Tensor | Sequence[Tensor], name: str) -> tuple[Tensor, ...]:
+    tensors = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+    if not tensors:
+        raise ValueError(f"{name} is empty")
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must hold tensors, not {type(tensor).__name__}")
+        if not tensor.requires_grad:
+            raise ValueError(f"{name} holds a tensor that does not require a gradient")
+    return tensors

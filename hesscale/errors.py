@@ -1,0 +1,14 @@
+"""What hesscale says when it will not guess."""
+
+from __future__ import annotations
+
+
+class UnsupportedOperator(RuntimeError):
+    """A graph node has no curvature rule, or its rule does not cover this use of the operator.
+
+    Raised while the graph is walked, before any ``.grad`` or ``.hess_diag`` changes.
+    """
+
+
+class CurvatureWarning(UserWarning):
+    """The diagonal is still what the method defines, but something about it deserves a look."""

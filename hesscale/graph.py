@@ -1,0 +1,170 @@
+"""Autograd's graph as the engine reads it: its nodes in order, the rule of each, and the tensors between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from .errors import UnsupportedOperator
+from .rules import BL89, REFUSED, RULES, Rule, brute_force
+from .rules.registry import Node, Share, Shares, summary_of
+
+Edge = tuple[Node, int]  # a tensor: the node that made it, and which of that node's outputs it is
+LEAF = "torch::autograd::AccumulateGrad"
+
+
+class Step(NamedTuple):
+    """A node with its rule (None for a leaf) and the tensors that it hands shares to."""
+
+    node: Node
+    rule: Rule | None
+    edges: tuple[Edge, ...]
+    repeated: bool  # one tensor stands at several inputs
+
+
+def edge_of(tensor: Tensor) -> Edge:
+    node, index = get_gradient_edge(tensor)[:2]
+    return node, index
+
+
+def gradient_edge(edge: Edge) -> GradientEdge:
+    return GradientEdge(*edge)
+
+
+def metadata(edge: Edge):  # type: ignore[no-untyped-def]  # torch._C._autograd._InputMetadata
+    """Shape, dtype and device of the tensor at an edge."""
+    return edge[0]._input_metadata[edge[1]]
+
+
+def topological(root: Node) -> list[Node]:
+    """Every node at or below ``root``, each before the nodes it takes its inputs from."""
+    order, seen, stack = [], set(), [root]
+    while stack:
+        node = stack.pop()
+        if node is None:  # everything below the next entry is done
+            order.append(stack.pop())
+        elif node not in seen:
+            seen.add(node)
+            stack += (node, None)
+            stack += [child for child, _ in node.next_functions if child is not None and child not in seen]
+    order.reverse()
+    return order
+
+
+def leading_to(order: list[Node], targets: Iterable[Edge]) -> list[Node]:
+    """The part of ``order`` that lies between its root and these tensors."""
+    wanted = {node for node, _ in targets}
+    needed: set[Node] = set()
+    for node in reversed(order):
+        if node in wanted or any(child in needed for child, _ in node.next_functions):
+            needed.add(node)
+    return [node for node in order if node in needed]
+
+
+def steps_of(order: Sequence[Node], *, method: str, fallback: str) -> list[Step]:
+    """Each node with its rule; the first node without one raises, before anything has changed."""
+    special = BL89 if method == "bl89" else {}
+    return [step_of(node, special, fallback) for node in order]
+
+
+def step_of(node: Node, special: dict[str, Rule], fallback: str) -> Step:
+    name = node.name()
+    edges = node.next_functions
+    if name == LEAF:
+        return Step(node, None, edges, False)
+    rule = special.get(name) or RULES.get(name) or custom_rule(node)
+    repeated = len(edges) > 1 and is_repeated(edges)
+    reason = refusal(node, name, rule, repeated)
+    if reason is None:
+        assert rule is not None
+        return Step(node, rule, edges, repeated)
+    if fallback == "exact" and name not in REFUSED and not any(is_foreign(m) for m in node._input_metadata):
+        return Step(node, brute_force.rule_for(node, reason), edges, False)
+    raise UnsupportedOperator(reason)
+
+
+def refusal(node: Node, name: str, rule: Rule | None, repeated: bool) -> str | None:
+    """Why this node cannot be served, with the way out; None if it can."""
+    for meta in node._input_metadata:
+        if is_foreign(meta):
+            kind = "complex" if meta.dtype.is_complex else "nested"
+            return f"{name} works on {kind} tensors, for which hesscale has no rules. {WAY_OUT}"
+    if name in REFUSED:
+        return f"{name}: {REFUSED[name]}"
+    if rule is None:
+        return f"no curvature rule for {name}{origin(node, name)}. {WAY_OUT}"
+    if rule.refuse is not None and (reason := rule.refuse(node)) is not None:
+        return f"{name}: {reason}"
+    if repeated and rule.joint and rule.same is None:
+        return f"{name} meets one tensor at several of its inputs, which its curvature rule does not cover. {WAY_OUT}"
+    return None
+
+
+WAY_OUT = (
+    "Register a rule with hesscale.register_rule, pass fallback='exact' to compute this node by brute force where it is small, "
+    "or write this part of the model with operators from hesscale.operators()."
+)
+
+
+def is_foreign(meta) -> bool:  # type: ignore[no-untyped-def]
+    return meta.dtype.is_complex or meta.is_nested_tensor
+
+
+def is_repeated(edges: Sequence[Edge]) -> bool:
+    real = [edge for edge in edges if edge[0] is not None]
+    return len(set(real)) < len(real)
+
+
+def custom_rule(node: Node) -> Rule | None:
+    """The rule that a torch.autograd.Function defines for itself."""
+    function: Callable | None = getattr(getattr(node, "_forward_cls", None), "hess_diag", None)
+    if function is None:
+        return None
+
+    def apply(node: Node, g: Shares, s: Shares) -> list[Share]:
+        shares = function(node, g, s)
+        shares = (shares,) if isinstance(shares, Tensor) or shares is None else shares
+        # one share per argument of forward, like backward; edges exist for its tensors only
+        given = iter([share for share, needed in zip(shares, node.needs_input_grad, strict=True) if needed])
+        return [None if child is None else next(given) for child, _ in node.next_functions]
+
+    summary = summary_of(function) or "defined by the function itself"
+    return Rule(apply, "custom", summary, many=len(node._input_metadata) > 1)
+
+
+def origin(node: Node, name: str) -> str:
+    """Where such a node comes from, in the words of who wrote the model."""
+    if (forward := getattr(node, "_forward_cls", None)) is not None:
+        return f" (from the custom function {forward.__module__}.{forward.__qualname__}, which defines no hess_diag)"
+    makers = MAKERS.get(name)
+    return f" (from {makers})" if makers else f" (from an operator like torch.{snake(name)})"
+
+
+def snake(name: str) -> str:
+    """``FractionalMaxPool2DBackward0`` → ``fractional_max_pool2d``."""
+    stem = name.partition("Backward")[0].replace("2D", "2d").replace("3D", "3d").replace("1D", "1d")
+    return "".join(("_" if i and c.isupper() and not stem[i - 1].isupper() else "") + c.lower() for i, c in enumerate(stem))
+
+
+MAKERS: dict[str, str] = {
+    "FractionalMaxPool2DBackward0": "nn.FractionalMaxPool2d",
+    "FractionalMaxPool3DBackward0": "nn.FractionalMaxPool3d",
+    "CtcLossBackward0": "nn.CTCLoss",
+    "CtcLossBackward1": "nn.CTCLoss",
+    "MkldnnRnnLayerBackward0": "nn.LSTM on CPU",
+    "CudnnRnnBackward0": "nn.RNN, nn.LSTM or nn.GRU on CUDA",
+    "ThnnFusedLstmCellBackward0": "nn.LSTMCell",
+    "ThnnFusedGruCellBackward0": "nn.GRUCell",
+    "ScaledDotProductFlashAttentionForCpuBackward0": "F.scaled_dot_product_attention or nn.MultiheadAttention",
+    "ScaledDotProductFlashAttentionBackward0": "F.scaled_dot_product_attention or nn.MultiheadAttention",
+    "ScaledDotProductEfficientAttentionBackward0": "F.scaled_dot_product_attention or nn.MultiheadAttention",
+    "ScaledDotProductCudnnAttentionBackward0": "F.scaled_dot_product_attention or nn.MultiheadAttention",
+    "GridSampler2DBackward0": "F.grid_sample",
+    "CdistBackward0": "torch.cdist",
+    "MultiMarginLossBackward0": "nn.MultiMarginLoss",
+    "MultilabelMarginLossBackward0": "nn.MultiLabelMarginLoss",
+}

@@ -1,0 +1,78 @@
+"""Any operator, by differentiating it twice entry by entry: ``fallback="exact"``."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from ..errors import CurvatureWarning, UnsupportedOperator
+from .registry import Node, Rule, Share
+
+MOST_ENTRIES = 4096
+
+
+def brute_force(node: Node, g: tuple[Share, ...], s: tuple[Share, ...]) -> list[Share]:
+    """s_x = Σ_k s_k (∂y_k/∂x)² + Σ_k g_k ∂²y_k/∂x², one backward call per entry of y and of x"""
+    call = node.apply if hasattr(node, "_forward_cls") else node
+    shares: list[Share] = [None] * len(node.next_functions)
+    unique = {edge: node.next_functions.index(edge) for edge in node.next_functions if edge[0] is not None}
+
+    def pull(cotangents: list[Share]) -> dict[int, Tensor]:
+        """Jᵀv for each distinct input, summed to its shape, and over the places where one tensor stands."""
+        pulled = call(*cotangents)
+        pulled = pulled if isinstance(pulled, tuple) else (pulled,)
+        total: dict[int, Tensor] = {}
+        for edge, value in zip(node.next_functions, pulled, strict=True):
+            if edge[0] is not None and value is not None:
+                value = value.sum_to_size(edge[0]._input_metadata[edge[1]].shape)
+                i = unique[edge]
+                total[i] = value if i not in total else total[i] + value
+        return total
+
+    def add(i: int, share: Tensor) -> None:
+        present = shares[i]
+        shares[i] = share if present is None else present + share
+
+    zeros = [torch.zeros(m.shape, dtype=m.dtype, device=m.device) for m in node._input_metadata]
+    for k, s_k in enumerate(s):
+        for j in range(0 if s_k is None else s_k.numel()):
+            assert s_k is not None
+            unit = zeros[k].clone()
+            unit.view(-1)[j] = 1
+            for i, row in pull([*zeros[:k], unit, *zeros[k + 1 :]]).items():
+                add(i, row.detach() ** 2 * s_k.reshape(-1)[j])
+    if any(gradient is not None for gradient in g):
+        with torch.enable_grad():
+            pulled = pull([z if v is None else v.to(z.dtype) for z, v in zip(zeros, g, strict=True)])
+        for edge, i in unique.items():
+            if i in pulled and pulled[i].requires_grad:
+                entries = pulled[i].reshape(-1)
+                second = torch.zeros_like(entries, requires_grad=False)
+                for j in range(entries.numel()):
+                    (row,) = torch.autograd.grad(entries[j], GradientEdge(*edge), retain_graph=True, allow_unused=True)
+                    if row is not None:
+                        second[j] = row.reshape(-1)[j]
+                add(i, second.detach().reshape(pulled[i].shape))
+    return shares
+
+
+def too_large(node: Node) -> int:
+    """How many entries the largest tensor at this node has, if that is over the limit."""
+    edges = [(node, i) for i in range(len(node._input_metadata))] + [e for e in node.next_functions if e[0] is not None]
+    largest = max(math.prod(n._input_metadata[i].shape) for n, i in edges)
+    return largest if largest > MOST_ENTRIES else 0
+
+
+def rule_for(node: Node, reason: str) -> Rule:
+    """The brute-force rule for a node that has none, if it is small enough."""
+    if size := too_large(node):
+        raise UnsupportedOperator(f"{reason} (fallback='exact' takes at most {MOST_ENTRIES} entries; a tensor here has {size}.)")
+    warnings.warn(f"computing the curvature of {node.name()} by brute force: {reason}", CurvatureWarning, stacklevel=2)
+    return RULE
+
+
+RULE = Rule(brute_force, "brute_force", "double backward, entry by entry", many=True, same=brute_force)

@@ -1,0 +1,20 @@
+"""The case table: every operator that has a rule, as one line. ``test_rules.py`` runs each against double backward."""
+
+from __future__ import annotations
+
+from . import bilinear, elementwise, indexing, linear_maps, losses, normalization, pooling, reductions, softmax
+from .table import CASES, Case
+
+__all__ = [
+    "CASES",
+    "Case",
+    "bilinear",
+    "elementwise",
+    "indexing",
+    "linear_maps",
+    "losses",
+    "normalization",
+    "pooling",
+    "reductions",
+    "softmax",
+]

@@ -1,0 +1,5 @@
+"""Cases: reductions."""
+
+from __future__ import annotations
+
+from .table import case  # noqa: F401

@@ -1,0 +1,45 @@
+"""How a line of the case table is written: ``case(name, function, *inputs)``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Input = Callable[[torch.Generator], Tensor]
+CASES: dict[str, Case] = {}
+
+
+@dataclass(frozen=True)
+class Case:
+    """``function`` of float64 inputs: one operator, plus views at most, so that its rule is exact on a separable loss."""
+
+    function: Callable[..., Any]
+    inputs: tuple[Input, ...]
+    low_precision: bool  # also run in float16 and bfloat16
+
+
+def case(name: str, function: Callable[..., Any], *inputs: tuple[int, ...] | Input, low_precision: bool = True) -> None:
+    """Add a line; a shape stands for normal entries."""
+    if name in CASES:
+        raise ValueError(f"two cases are called {name}")
+    CASES[name] = Case(function, tuple(normal(*i) if isinstance(i, tuple) else i for i in inputs), low_precision)
+
+
+def normal(*shape: int) -> Input:
+    return lambda generator: torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def between(low: float, high: float, *shape: int) -> Input:
+    return lambda generator: torch.rand(shape, generator=generator, dtype=torch.float64) * (high - low) + low
+
+
+def positive(*shape: int) -> Input:
+    return between(0.3, 2.0, *shape)
+
+
+def exactly(values: Any) -> Input:
+    return lambda generator: torch.tensor(values, dtype=torch.float64)
