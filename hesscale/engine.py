@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from . import heads
-from .graph import Edge, Step, edge_of, leading_to, metadata, steps_of, topological
+from .graph import Step, steps_of
+from .nodes import Edge, Node, edge_of, leading_to, metadata, topological
+from .rules.registry import Shares
 
 METHODS = ("hesscale", "hesscale_gn", "bl89")
 HEADS = ("exact", "rules")
@@ -66,7 +68,7 @@ def backward(
         torch.autograd.backward(loss, inputs=wanted, retain_graph=retain_graph)
     for tensor, edge in zip(wanted or (), plan.wanted, strict=True):
         if not tensor.is_leaf:
-            accumulate(tensor, plan.diagonals.get(edge), tensor.dtype)
+            accumulate(tensor, plan.diagonals.get(edge), False)
 
 
 def grad(
@@ -100,7 +102,7 @@ def grad(
         gradients = torch.autograd.grad(loss, wanted, retain_graph=retain_graph, allow_unused=allow_unused)
     diagonals = [plan.diagonals.get(edge) for edge in plan.wanted]
     return gradients, tuple(
-        None if g is None else own(s, tensor, tensor.dtype) for g, s, tensor in zip(gradients, diagonals, wanted, strict=True)
+        None if g is None else own(s, tensor) for g, s, tensor in zip(gradients, diagonals, wanted, strict=True)
     )
 
 
@@ -120,6 +122,7 @@ class Plan:
         root = edge_of(loss)[0]
         order = topological(root)
         self.wanted = [edge_of(tensor) for tensor in wanted or ()]
+        self.kept = frozenset(self.wanted)
         ends = None if outputs is None else {edge_of(tensor) for tensor in as_tensors(outputs, "outputs")}
         if ends and not ends <= {edge for node in order for edge in node.next_functions} | {edge_of(loss)}:
             raise ValueError("outputs holds a tensor that is not in the graph of the loss")
@@ -132,7 +135,8 @@ class Plan:
             self.head = heads.find(self.steps, ends, self.wanted)
         self.loss = loss
         self.diagonals: dict[Edge, Tensor] = {}
-        self.exact: dict[Edge, Tensor] = {}
+        self.owned: set[Edge] = set()  # where the diagonal's memory is ours alone
+        self.exact: dict[Edge, heads.Exact] = {}
         self.double_backward = head == "exact" and method != "bl89"
         self.task: int | None = None
 
@@ -141,48 +145,48 @@ class Plan:
         """Carry curvature through whatever backward pass runs inside the block."""
         if self.double_backward:
             self.exact = heads.exact_diagonals(self.loss, self.head)
-        self.diagonals.update(self.exact)
-        kept = frozenset(self.wanted)
-        settled = self.head.settled(self.exact, self.wanted)
+        self.diagonals.update((edge, fit(exact.diagonal, metadata(edge))) for edge, exact in self.exact.items())
+        settled = self.head.settled(self.exact, self.kept)
+        quiet = without_autocast if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda") else lambda visit: visit
         handles = []
         try:
             for step in self.steps:
                 if step.node not in settled:
-                    handles.append(step.node.register_prehook(self.hook(step, kept)))
+                    handles.append(step.node.register_prehook(quiet(self.hook(step))))
             yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    def hook(self, step: Step, kept: frozenset[Edge]) -> Callable[[Sequence[Tensor | None]], None]:
-        node, rule, edges, repeated = step
-        diagonals = self.diagonals
-        count = len(node._input_metadata)
-        in_head = node in self.head.nodes
-        drop_gradient = self.gauss_newton and not in_head
+    def hook(self, step: Step) -> Callable[[Sequence[Tensor | None]], None]:
+        """What happens when PyTorch's engine reaches this node with the gradients at its outputs."""
+        node, rule, _, repeated = step
+        if rule is None:
+            return lambda gradients: self.arrive(node, gradients[0])
+        function = rule.same if repeated and rule.joint and rule.same is not None else rule.function
+        keeps_gradient = node in self.head.nodes or not self.gauss_newton
+        bends = rule.uses_gradient(repeated)
+        if rule.many:
+            tensors = [(node, i) for i in range(len(node._input_metadata))]
 
-        def visit(gradients: Sequence[Tensor | None]) -> None:
-            if self.is_nested():
-                return
-            if rule is None:
-                if gradients[0] is not None:
-                    accumulate(node.variable, diagonals.pop((node, 0), None), gradients[0].dtype)
-                return
-            s = tuple([diagonals.get(edge) if edge in kept else diagonals.pop(edge, None) for edge in outputs])
-            g = none if drop_gradient else tuple([None if t is None else carried(t) for t in gradients])
-            if is_zero(s) and (not rule.curved or is_zero(g)):
-                return
-            function = rule.same if repeated and rule.joint else rule.function
-            shares = function(node, g, s) if rule.many else function(node, g[0], s[0])  # type: ignore[misc]
-            if isinstance(shares, Tensor) or shares is None:
-                shares = (shares,)
-            for edge, share in zip(edges, shares, strict=True):
-                if share is not None and edge[0] is not None and not (in_head and edge in self.exact):
-                    self.add(edge, share)
+            def visit(gradients: Sequence[Tensor | None]) -> None:
+                if self.is_nested():
+                    return
+                s = tuple([self.take(tensor) for tensor in tensors])
+                g = tuple([carried(t) if keeps_gradient else None for t in gradients])
+                if not is_zero(s) or (bends and not is_zero(g)):
+                    self.give(step, function(node, g, s), None)
+        else:
 
-        outputs = [(node, i) for i in range(count)]
-        none = (None,) * count
-        return visit if not torch.is_autocast_enabled() else without_autocast(visit)
+            def visit(gradients: Sequence[Tensor | None]) -> None:
+                if self.is_nested():
+                    return
+                s = self.take((node, 0))
+                g = carried(gradients[0]) if keeps_gradient else None
+                if s is not None or (bends and g is not None):
+                    self.give(step, function(node, g, s), s)
+
+        return visit
 
     def is_nested(self) -> bool:
         """Whether this call comes from a backward pass that a rule runs inside the one we serve."""
@@ -191,10 +195,46 @@ class Plan:
             self.task = task
         return task != self.task
 
-    def add(self, edge: Edge, share: Tensor) -> None:
-        share = fit(share, metadata(edge))
+    def take(self, edge: Edge) -> Tensor | None:
+        """The diagonal at a tensor, all of whose consumers have been visited."""
+        if edge in self.kept:
+            self.owned.discard(edge)
+            return self.diagonals.get(edge)
+        return self.diagonals.pop(edge, None)
+
+    def give(self, step: Step, shares: Shares, s: Tensor | None) -> None:
+        """Hand each input of a node its share."""
+        node, rule, edges, _ = step
+        if isinstance(shares, Tensor) or shares is None:
+            shares = (shares,)
+        assert rule is not None
+        in_head = node in self.head.nodes
+        # shares may alias s, and each other if s was handed on; a product's never do
+        sole = len(edges) == 1 and (s is None or (node, 0) in self.owned)
+        for edge, share in zip(edges, shares, strict=True):
+            if share is not None and edge[0] is not None and not (in_head and edge in self.exact):
+                self.add(edge, share, sole or (rule.contraction and share is not s))
+        self.owned.discard((node, 0))
+
+    def add(self, edge: Edge, share: Tensor, owned: bool) -> None:
+        """Add a share to the diagonal at a tensor, in place only in memory that nothing else refers to."""
+        fitted = fit(share, metadata(edge))
         present = self.diagonals.get(edge)
-        self.diagonals[edge] = share if present is None else present + share
+        if present is None:
+            self.diagonals[edge] = fitted
+            if owned or fitted is not share:
+                self.owned.add(edge)
+        elif edge in self.owned and present.is_contiguous():
+            present.add_(fitted)
+        else:
+            self.diagonals[edge] = present + fitted
+            self.owned.add(edge)
+
+    def arrive(self, leaf: Node, gradient: Tensor | None) -> None:
+        """Fill a parameter's hess_diag."""
+        if gradient is not None and not self.is_nested():
+            diagonal = self.diagonals.get((leaf, 0)) if (leaf, 0) in self.kept else self.diagonals.pop((leaf, 0), None)
+            accumulate(leaf.variable, diagonal, (leaf, 0) in self.owned)
 
 
 def is_zero(values: Sequence[Tensor | None]) -> bool:
@@ -215,24 +255,27 @@ def carrier(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float16 else dtype
 
 
-def carried(gradient: Tensor) -> Tensor:
-    return gradient.float() if gradient.dtype == torch.float16 else gradient
+def carried(gradient: Tensor | None) -> Tensor | None:
+    return gradient.float() if gradient is not None and gradient.dtype == torch.float16 else gradient
 
 
-def accumulate(tensor: Tensor, diagonal: Tensor | None, dtype: torch.dtype) -> None:
+def accumulate(tensor: Tensor, diagonal: Tensor | None, owned: bool) -> None:
     """Add to ``tensor.hess_diag``, or start it afresh where the gradient starts afresh too."""
     present = getattr(tensor, "hess_diag", None)
-    if tensor.grad is None or present is None:
-        tensor.hess_diag = own(diagonal, tensor, dtype)  # type: ignore[attr-defined]
-    elif diagonal is not None:
-        present.add_(diagonal)
+    if tensor.grad is not None and present is not None:
+        if diagonal is not None:
+            present.add_(diagonal)
+    elif owned and diagonal is not None and diagonal.dtype == tensor.dtype and diagonal.stride() == tensor.stride():
+        tensor.hess_diag = diagonal  # type: ignore[attr-defined]
+    else:
+        tensor.hess_diag = own(diagonal, tensor)  # type: ignore[attr-defined]
 
 
-def own(diagonal: Tensor | None, like: Tensor, dtype: torch.dtype) -> Tensor:
+def own(diagonal: Tensor | None, like: Tensor) -> Tensor:
     """A dense tensor of its own with the layout of ``like``: shares may alias each other and the gradient."""
     if diagonal is None:
-        return torch.zeros_like(like, dtype=dtype, requires_grad=False)
-    return torch.empty_like(like, dtype=dtype, requires_grad=False).copy_(diagonal)
+        return torch.zeros_like(like, requires_grad=False)
+    return torch.empty_like(like, requires_grad=False).copy_(diagonal)
 
 
 def without_autocast(visit: Callable[..., None]) -> Callable[..., None]:
@@ -258,7 +301,9 @@ def check_loss(loss: Tensor) -> None:
     if loss.is_complex():
         raise ValueError("the loss must be real, but is complex")
     if not loss.requires_grad:
-        raise ValueError("the loss has no graph: no parameter it depends on requires a gradient, or it was computed under no_grad")
+        raise ValueError(
+            "the loss has no graph: no parameter it depends on requires a gradient, or it was computed under no_grad"
+        )
 
 
 def as_tensors(tensors: Tensor | Sequence[Tensor], name: str) -> tuple[Tensor, ...]:

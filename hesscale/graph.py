@@ -1,19 +1,18 @@
-"""Autograd's graph as the engine reads it: its nodes in order, the rule of each, and the tensors between them."""
+"""The graph with its rules: which rule serves each node, or why none does."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from .errors import UnsupportedOperator
+from .nodes import Edge, Node
 from .rules import BL89, REFUSED, RULES, Rule, brute_force
-from .rules.registry import Node, Share, Shares, summary_of
+from .rules.registry import Share, Shares, summary_of
 
-Edge = tuple[Node, int]  # a tensor: the node that made it, and which of that node's outputs it is
 LEAF = "torch::autograd::AccumulateGrad"
 
 
@@ -26,45 +25,6 @@ class Step(NamedTuple):
     repeated: bool  # one tensor stands at several inputs
 
 
-def edge_of(tensor: Tensor) -> Edge:
-    node, index = get_gradient_edge(tensor)[:2]
-    return node, index
-
-
-def gradient_edge(edge: Edge) -> GradientEdge:
-    return GradientEdge(*edge)
-
-
-def metadata(edge: Edge):  # type: ignore[no-untyped-def]  # torch._C._autograd._InputMetadata
-    """Shape, dtype and device of the tensor at an edge."""
-    return edge[0]._input_metadata[edge[1]]
-
-
-def topological(root: Node) -> list[Node]:
-    """Every node at or below ``root``, each before the nodes it takes its inputs from."""
-    order, seen, stack = [], set(), [root]
-    while stack:
-        node = stack.pop()
-        if node is None:  # everything below the next entry is done
-            order.append(stack.pop())
-        elif node not in seen:
-            seen.add(node)
-            stack += (node, None)
-            stack += [child for child, _ in node.next_functions if child is not None and child not in seen]
-    order.reverse()
-    return order
-
-
-def leading_to(order: list[Node], targets: Iterable[Edge]) -> list[Node]:
-    """The part of ``order`` that lies between its root and these tensors."""
-    wanted = {node for node, _ in targets}
-    needed: set[Node] = set()
-    for node in reversed(order):
-        if node in wanted or any(child in needed for child, _ in node.next_functions):
-            needed.add(node)
-    return [node for node in order if node in needed]
-
-
 def steps_of(order: Sequence[Node], *, method: str, fallback: str) -> list[Step]:
     """Each node with its rule; the first node without one raises, before anything has changed."""
     special = BL89 if method == "bl89" else {}
@@ -74,7 +34,7 @@ def steps_of(order: Sequence[Node], *, method: str, fallback: str) -> list[Step]
 def step_of(node: Node, special: dict[str, Rule], fallback: str) -> Step:
     name = node.name()
     edges = node.next_functions
-    if name == LEAF:
+    if name == LEAF and not is_foreign(node):
         return Step(node, None, edges, False)
     rule = special.get(name) or RULES.get(name) or custom_rule(node)
     repeated = len(edges) > 1 and is_repeated(edges)
@@ -82,20 +42,18 @@ def step_of(node: Node, special: dict[str, Rule], fallback: str) -> Step:
     if reason is None:
         assert rule is not None
         return Step(node, rule, edges, repeated)
-    if fallback == "exact" and name not in REFUSED and not any(is_foreign(m) for m in node._input_metadata):
+    if fallback == "exact" and not is_foreign(node) and known_refusal(name) is None:
         return Step(node, brute_force.rule_for(node, reason), edges, False)
     raise UnsupportedOperator(reason)
 
 
 def refusal(node: Node, name: str, rule: Rule | None, repeated: bool) -> str | None:
     """Why this node cannot be served, with the way out; None if it can."""
-    for meta in node._input_metadata:
-        if is_foreign(meta):
-            kind = "complex" if meta.dtype.is_complex else "nested"
-            return f"{name} works on {kind} tensors, for which hesscale has no rules. {WAY_OUT}"
-    if name in REFUSED:
-        return f"{name}: {REFUSED[name]}"
+    if is_foreign(node):
+        return f"{name} makes a complex or nested tensor; hesscale's rules are for dense real ones. {WAY_OUT}"
     if rule is None:
+        if known := known_refusal(name):
+            return f"no curvature rule for {name}: {known}."
         return f"no curvature rule for {name}{origin(node, name)}. {WAY_OUT}"
     if rule.refuse is not None and (reason := rule.refuse(node)) is not None:
         return f"{name}: {reason}"
@@ -104,14 +62,18 @@ def refusal(node: Node, name: str, rule: Rule | None, repeated: bool) -> str | N
     return None
 
 
+def known_refusal(name: str) -> str | None:
+    return next((reason for part, reason in REFUSED.items() if part in name), None)
+
+
 WAY_OUT = (
     "Register a rule with hesscale.register_rule, pass fallback='exact' to compute this node by brute force where it is small, "
     "or write this part of the model with operators from hesscale.operators()."
 )
 
 
-def is_foreign(meta) -> bool:  # type: ignore[no-untyped-def]
-    return meta.dtype.is_complex or meta.is_nested_tensor
+def is_foreign(node: Node) -> bool:
+    return any(meta.is_nested_tensor or meta.dtype.is_complex for meta in node._input_metadata)
 
 
 def is_repeated(edges: Sequence[Edge]) -> bool:
@@ -121,7 +83,13 @@ def is_repeated(edges: Sequence[Edge]) -> bool:
 
 def custom_rule(node: Node) -> Rule | None:
     """The rule that a torch.autograd.Function defines for itself."""
-    function: Callable | None = getattr(getattr(node, "_forward_cls", None), "hess_diag", None)
+    forward = getattr(node, "_forward_cls", None)
+    return None if forward is None else rule_of_function(forward, len(node._input_metadata) > 1)
+
+
+@cache
+def rule_of_function(forward: type, many: bool) -> Rule | None:
+    function = getattr(forward, "hess_diag", None)
     if function is None:
         return None
 
@@ -132,8 +100,7 @@ def custom_rule(node: Node) -> Rule | None:
         given = iter([share for share, needed in zip(shares, node.needs_input_grad, strict=True) if needed])
         return [None if child is None else next(given) for child, _ in node.next_functions]
 
-    summary = summary_of(function) or "defined by the function itself"
-    return Rule(apply, "custom", summary, many=len(node._input_metadata) > 1)
+    return Rule(apply, "custom", summary_of(function) or "defined by the function itself", many=many)
 
 
 def origin(node: Node, name: str) -> str:

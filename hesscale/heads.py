@@ -10,23 +10,25 @@ from __future__ import annotations
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import combinations
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .errors import CurvatureWarning
-from .graph import Edge, Step, gradient_edge, metadata
-from .rules.registry import Node
+from .graph import Step
+from .nodes import Edge, Node, cut_at, gradient_edge, is_once_differentiable, metadata
 
 ZERO, DIAGONAL, DENSE = range(3)  # what is known of a Hessian, best first
 MOST_PRODUCTS = 1024  # Hessian-vector products for one output tensor
-ROWS_AT_ONCE = 64
+ROWS_AT_ONCE, MOST_NUMBERS = 64, 2**24  # products in one batch, and numbers in their vectors
 
 Use = tuple[Node, int]  # a tensor as one input of one node
+Signature = tuple[tuple[object, ...], tuple[object, ...]]
+_verdicts: dict[Signature, list[int]] = {}  # the doubtful tensors of a head, by their place in it
 
 
 @dataclass
@@ -37,13 +39,13 @@ class Head:
     steps: list[Step]
     ends: frozenset[Edge]
     doubtful: list[Edge]
-    signature: tuple[object, ...] = field(default=())
+    signature: Signature = ((), ())
 
     @staticmethod
     def empty() -> Head:
         return Head(frozenset(), [], frozenset(), [])
 
-    def settled(self, exact: dict[Edge, Tensor], wanted: Sequence[Edge]) -> set[Node]:
+    def settled(self, exact: dict[Edge, Exact], wanted: frozenset[Edge]) -> set[Node]:
         """Head nodes whose shares would all be thrown away, since what they lead to is known already."""
         if not exact:
             return set()
@@ -68,19 +70,20 @@ def find(steps: Sequence[Step], outputs: set[Edge] | None, wanted: Sequence[Edge
     nodes = frozenset(step.node for step in inside)
     known = {step.node for step in steps}
     ends = frozenset(e for step in inside for e in step.edges if e[0] is not None and e[0] not in nodes and e[0] in known)
-    doubtful = find_doubtful(inside)
-    doubtful &= ends | frozenset(wanted)
-    ordered = [e for e in dict.fromkeys(e for step in inside for e in step.edges) if e in doubtful]
-    return Head(nodes, inside, ends, ordered, signature(inside) if ordered else ())
+    tensors = list(dict.fromkeys(edge for step in inside for edge in step.edges if edge[0] is not None))
+    key = signature(inside, tensors)
+    if key not in _verdicts:
+        doubtful = find_doubtful(inside)
+        _verdicts[key] = [i for i, tensor in enumerate(tensors) if tensor in doubtful]
+    relevant = ends.union(wanted)
+    return Head(nodes, inside, ends, [tensors[i] for i in _verdicts[key] if tensors[i] in relevant], key)
 
 
-def signature(steps: Sequence[Step]) -> tuple[object, ...]:
-    """Two heads with equal signatures have the same operators, connected alike, on the same shapes."""
-    number = {step.node: i for i, step in enumerate(steps)}
-    return tuple(
-        (step.node.name(), tuple((number.get(c, -1), i, tuple(metadata((c, i)).shape)) if c else None for c, i in step.edges))
-        for step in steps
-    )
+def signature(steps: Sequence[Step], tensors: Sequence[Edge]) -> Signature:
+    """Two heads with equal signatures have the same operators and rules, connected alike, on the same shapes."""
+    number = {tensor: i for i, tensor in enumerate(tensors)}
+    shapes = tuple([tuple(metadata(tensor).shape) for tensor in tensors])
+    return shapes, tuple([(step.rule.function, tuple([number.get(edge) for edge in step.edges])) for step in steps])  # type: ignore[union-attr]
 
 
 def find_doubtful(steps: Sequence[Step]) -> set[Edge]:
@@ -108,7 +111,8 @@ def find_doubtful(steps: Sequence[Step]) -> set[Edge]:
 
     for node, rule, edges, _ in steps:
         assert rule is not None
-        at, doubt, outside = ZERO, False, set()
+        at, doubt = ZERO, False
+        outside: set[Use] = set()
         count = len(node._input_metadata)
         for i in range(count):
             level_i, doubt_i, partners_i = merge((node, i))
@@ -122,93 +126,121 @@ def find_doubtful(steps: Sequence[Step]) -> set[Edge]:
             if edge[0] is None or edge in edges[:index]:
                 continue
             use = (node, index)
+            repeated = edge in edges[index + 1 :]
             fan_out = rule.fan_out or (rule.broadcast and math.prod(metadata(edge).shape) != size)
-            if at == DENSE:
+            fan_out = fan_out or (repeated and (not rule.joint or rule.fan_in))
+            twice = repeated and rule.joint and rule.mixed
+            if at == DENSE or (at == DIAGONAL and rule.fan_in):
                 level[use] = DENSE
-            elif at == DIAGONAL or rule.curved:
-                level[use] = DENSE if rule.fan_in else DIAGONAL
+            elif rule.bends(index) or twice:
+                level[use] = DENSE if rule.fan_in and not rule.separable else DIAGONAL
             else:
-                level[use] = ZERO
+                level[use] = at
             if doubt or (at == DENSE and fan_out):
                 doubtful_uses.add(use)
             for partner in outside:
                 couple(use, partner)
             fresh.append(use)
             uses[edge].append(use)
-        if at == DENSE or (rule.joint and (at == DIAGONAL or rule.curved)):
+        if at == DENSE or (rule.joint and (at == DIAGONAL or rule.mixed)):
             for a, b in combinations(fresh, 2):
                 couple(a, b)
     return {edge for edge in uses if merge(edge)[1]}
 
 
-# Which of a tensor's dimensions hold entries that share second derivatives, by head signature: the rest are samples.
-_blocks: dict[tuple[object, ...], tuple[int, ...]] = {}
-_calls: dict[tuple[object, ...], int] = defaultdict(int)
+# By signature of the head and tensor: which of its dimensions hold entries that share second derivatives (the rest are samples).
+_blocks: dict[tuple[Signature, int], tuple[int, ...]] = {}
+_calls: dict[tuple[Signature, int], int] = defaultdict(int)
+
+CANNOT = "PyTorch cannot differentiate this loss twice; the diagonal at the outputs is that of the rules"
 
 
-def exact_diagonals(loss: Tensor, head: Head) -> dict[Edge, Tensor]:
+class Exact(NamedTuple):
+    """A diagonal, and how many Hessian-vector products it took."""
+
+    diagonal: Tensor
+    products: int
+
+
+def exact_diagonals(loss: Tensor, head: Head) -> dict[Edge, Exact]:
     """Diagonals of the loss at the head's doubtful tensors, by double backward through the head alone."""
     if not head.doubtful:
         return {}
     edges = [gradient_edge(edge) for edge in head.doubtful]
-    found: dict[Edge, Tensor] = {}
-    with blocked({node for node, _ in head.ends}), torch.enable_grad():
+    found: dict[Edge, Exact] = {}
+    with cut_at({node for node, _ in head.ends}), torch.enable_grad():
         try:
             gradients = torch.autograd.grad(loss, edges, create_graph=True, allow_unused=True)
+            tensors = [edge for step in head.steps for edge in step.edges]
             for edge, gradient in zip(head.doubtful, gradients, strict=True):
-                diagonal = hessian_diagonal(gradient, edge, (*head.signature, head.doubtful.index(edge)))
-                if diagonal is not None:
-                    found[edge] = diagonal
+                exact = hessian_diagonal(gradient, edge, (head.signature, tensors.index(edge)))
+                if exact is not None:
+                    found[edge] = exact
         except RuntimeError as error:
             if "derivative for" not in str(error) and "once_differentiable" not in str(error):
                 raise
-            warn(f"the loss cannot be differentiated twice ({error}); the diagonal at the outputs is that of the rules")
+            warn(f"{CANNOT} ({error})")
     return found
 
 
-def hessian_diagonal(gradient: Tensor | None, edge: Edge, key: tuple[object, ...]) -> Tensor | None:
+def hessian_diagonal(gradient: Tensor | None, edge: Edge, key: tuple[Signature, int]) -> Exact | None:
     """diag ∂g/∂x, by one Hessian-vector product per entry of a sample; None where that would be too many.
 
     Which dimensions are samples is tried out, cheapest guess first, and verified: products with one random vector must predict
-    the product with another. A verdict is kept per graph signature; on a GPU, where looking at a result stalls, it is verified
-    again only at calls 1, 2, 4, 8 …
+    the product with another. A verdict is kept per graph signature (unless all was zero); on a GPU, where looking at a result
+    stalls, it is verified again only at calls 1, 2, 4, 8 …
     """
     meta = metadata(edge)
     if gradient is None or not gradient.requires_grad:
-        return torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device)
+        return Exact(torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device), 0)
+    if key not in _blocks and is_once_differentiable(gradient):
+        warn(CANNOT)
+        return None
     shape = gradient.shape
     _calls[key] += 1
-    verify = gradient.device.type == "cpu" or _calls[key].bit_count() == 1
+    verify = gradient.device.type == "cpu" or key not in _blocks or _calls[key].bit_count() == 1
     guesses = block_guesses(len(shape))
     guesses = guesses[guesses.index(_blocks.get(key, guesses[0])) :]
     for block in guesses:
         count = math.prod(shape[d] for d in block)
         if count > MOST_PRODUCTS:
             continue
-        samples = tuple(d for d in range(len(shape)) if d not in block)
-        order = block + samples
-        z, other = random_vectors(gradient, order, count)
-        rows = torch.zeros(count, count, z.shape[1], dtype=z.dtype, device=z.device)
-        rows.diagonal(dim1=0, dim2=1).copy_(z.T)
-        check = verify and bool(samples)
-        if check:
-            rows = torch.cat([rows, other.unsqueeze(0)])
-        products = hessian_vector_products(gradient, edge, unpermute(rows, shape, order))
-        products = permute(products, order, count)
-        if check:
-            predicted = (products[:-1] * (other / z).unsqueeze(1)).sum(0)
-            error = (predicted - products[-1]).abs().max()
-            scale = products[-1].abs().max() + predicted.abs().max()
-            if not error <= torch.finfo(z.dtype).eps ** 0.5 * scale:
+        order = block + tuple(d for d in range(len(shape)) if d not in block)
+        z, other = random_vectors(gradient, count)
+        diagonal, predicted = block_products(gradient, edge, order, z, other)
+        if verify and len(block) < len(shape):
+            (product,) = hessian_vector_products(gradient, edge, unpermute(other, shape, order).unsqueeze(0))
+            if not agree(permute(product, order, count), predicted):
                 continue
-        _blocks[key] = block
-        diagonal = products.diagonal(dim1=0, dim2=1).T / z
-        return unpermute(diagonal.unsqueeze(0), shape, order)[0].detach()
+            if bool(product.any()):
+                _blocks[key] = block
+        return Exact(unpermute(diagonal, shape, order).detach(), count)
     warn(
         f"the exact diagonal of a loss at a tensor of shape {tuple(shape)} would take more than {MOST_PRODUCTS} Hessian-vector "
         "products; the rules' value stands there. Pass head='rules' to silence this, or outputs= to move the end of the head"
     )
     return None
+
+
+def block_products(gradient: Tensor, edge: Edge, order: tuple[int, ...], z: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """Products with z, one entry of the block at a time: the diagonal, and what they predict for H·other if samples are apart."""
+    count, samples = z.shape
+    diagonal, predicted = torch.empty_like(z), torch.zeros_like(z)
+    at_once = max(1, min(ROWS_AT_ONCE, MOST_NUMBERS // max(1, z.numel())))
+    for start in range(0, count, at_once):
+        part = slice(start, start + at_once)
+        rows = torch.zeros(len(z[part]), count, samples, dtype=z.dtype, device=z.device)
+        rows[:, part].diagonal(dim1=0, dim2=1).copy_(z[part].T)
+        products = hessian_vector_products(gradient, edge, torch.stack([unpermute(row, gradient.shape, order) for row in rows]))
+        products = torch.stack([permute(product, order, count) for product in products])
+        diagonal[part] = products[:, part].diagonal(dim1=0, dim2=1).T / z[part]
+        predicted += (products * (other / z)[part].unsqueeze(1)).sum(0)
+    return diagonal, predicted
+
+
+def agree(product: Tensor, predicted: Tensor) -> bool:
+    error, scale = (predicted - product).abs().max(), product.abs().max() + predicted.abs().max()
+    return bool(error <= torch.finfo(product.dtype).eps ** 0.5 * scale)
 
 
 def block_guesses(rank: int) -> list[tuple[int, ...]]:
@@ -217,57 +249,40 @@ def block_guesses(rank: int) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(g for g in guesses if all(0 <= d < rank for d in g)))
 
 
-def random_vectors(like: Tensor, order: tuple[int, ...], count: int) -> tuple[Tensor, Tensor]:
+def random_vectors(like: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Two random tensors of shape (block, samples) with entries in ±[½, 3⁄2], the same at every call."""
-    generator = torch.Generator(device="cpu").manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     z = torch.rand(2, count, like.numel() // max(count, 1), generator=generator, dtype=torch.float64) + 0.5
     z *= torch.randint(0, 2, z.shape, generator=generator) * 2 - 1
     first, second = z.to(dtype=like.dtype, device=like.device)
     return first, second
 
 
-def permute(rows: Tensor, order: tuple[int, ...], count: int) -> Tensor:
-    """(rows, *shape) → (rows, block, samples)."""
-    return rows.permute(0, *(d + 1 for d in order)).reshape(rows.shape[0], count, -1)
+def permute(tensor: Tensor, order: tuple[int, ...], count: int) -> Tensor:
+    """A tensor as (block, samples)."""
+    return tensor.permute(order).reshape(count, -1)
 
 
-def unpermute(rows: Tensor, shape: Sequence[int], order: tuple[int, ...]) -> Tensor:
-    """(rows, block, samples) → (rows, *shape)."""
-    rows = rows.reshape(-1, *(shape[d] for d in order))
-    return rows.permute(0, *(order.index(d) + 1 for d in range(len(shape))))
+def unpermute(tensor: Tensor, shape: Sequence[int], order: tuple[int, ...]) -> Tensor:
+    """(block, samples) back in its own shape."""
+    return tensor.reshape([shape[d] for d in order]).permute([order.index(d) for d in range(len(shape))])
 
 
 def hessian_vector_products(gradient: Tensor, edge: Edge, rows: Tensor) -> Tensor:
     """∂(g·v)/∂x for every row v, batched where PyTorch can batch it."""
-    target = gradient_edge(edge)
+
+    def products(vectors: Tensor, batched: bool) -> Tensor:
+        (found,) = torch.autograd.grad(
+            gradient, gradient_edge(edge), vectors, retain_graph=True, is_grads_batched=batched, allow_unused=True
+        )
+        return torch.zeros_like(vectors) if found is None else found
+
     try:
-        parts = [
-            torch.autograd.grad(gradient, target, part, retain_graph=True, is_grads_batched=True, allow_unused=True)[0]
-            for part in rows.split(ROWS_AT_ONCE)
-        ]
+        return products(rows, True)
     except RuntimeError as error:
         if "vmap" not in str(error).lower() and "batch" not in str(error).lower():
             raise
-        parts = [torch.autograd.grad(gradient, target, row, retain_graph=True, allow_unused=True)[0] for row in rows]
-        parts = [None if part is None else part.unsqueeze(0) for part in parts]
-    if any(part is None for part in parts):
-        return torch.zeros_like(rows)
-    return torch.cat(parts)
-
-
-@contextmanager
-def blocked(nodes: set[Node]) -> Iterator[None]:
-    """Let no gradient pass below these nodes: what lies there is the body, not the head."""
-
-    def block(gradients: Sequence[Tensor | None]) -> tuple[None, ...]:
-        return (None,) * len(gradients)
-
-    handles = [node.register_prehook(block) for node in nodes]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    return torch.stack([products(row, False) for row in rows])
 
 
 def warn(message: str) -> None:

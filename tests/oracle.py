@@ -11,7 +11,7 @@ from torch import Tensor
 def hessian_diagonal(loss: Tensor, x: Tensor) -> Tensor:
     """diag ∂²L/∂x², one double backward per entry."""
     (gradient,) = torch.autograd.grad(loss, x, create_graph=True, retain_graph=True, allow_unused=True)
-    diagonal = torch.zeros_like(x)
+    diagonal = torch.zeros(x.shape, dtype=x.dtype)
     if gradient is None or not gradient.requires_grad:
         return diagonal
     for i in range(x.numel()):

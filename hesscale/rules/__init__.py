@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
-from . import bilinear, brute_force, elementwise, indexing, linear_maps, losses, normalization, pooling, reductions, softmax
+from . import (
+    activations,
+    bilinear,
+    brute_force,
+    convolution,
+    elementwise,
+    indexing,
+    linear_maps,
+    losses,
+    normalization,
+    pooling,
+    reductions,
+    softmax,
+    view_writes,
+)
 from .registry import BL89, REFUSED, RULES, Rule, register_rule
 
 __all__ = [
@@ -10,8 +24,10 @@ __all__ = [
     "REFUSED",
     "RULES",
     "Rule",
+    "activations",
     "bilinear",
     "brute_force",
+    "convolution",
     "elementwise",
     "indexing",
     "linear_maps",
@@ -21,4 +37,5 @@ __all__ = [
     "reductions",
     "register_rule",
     "softmax",
+    "view_writes",
 ]

@@ -7,10 +7,10 @@ import warnings
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 
 from ..errors import CurvatureWarning, UnsupportedOperator
-from .registry import Node, Rule, Share
+from ..nodes import Node, cut_at, gradient_edge, inputs_of, is_once_differentiable
+from .registry import Rule, Share
 
 MOST_ENTRIES = 4096
 
@@ -50,13 +50,19 @@ def brute_force(node: Node, g: tuple[Share, ...], s: tuple[Share, ...]) -> list[
             pulled = pull([z if v is None else v.to(z.dtype) for z, v in zip(zeros, g, strict=True)])
         for edge, i in unique.items():
             if i in pulled and pulled[i].requires_grad:
-                entries = pulled[i].reshape(-1)
-                second = torch.zeros_like(entries, requires_grad=False)
-                for j in range(entries.numel()):
-                    (row,) = torch.autograd.grad(entries[j], GradientEdge(*edge), retain_graph=True, allow_unused=True)
-                    if row is not None:
-                        second[j] = row.reshape(-1)[j]
-                add(i, second.detach().reshape(pulled[i].shape))
+                if is_once_differentiable(pulled[i]):
+                    raise UnsupportedOperator(
+                        f"PyTorch cannot differentiate {node.name()} twice, so fallback='exact' cannot either"
+                    )
+                with torch.enable_grad():
+                    entries = pulled[i].reshape(-1).unbind()
+                second = torch.zeros(len(entries), dtype=pulled[i].dtype, device=pulled[i].device)
+                with cut_at(inputs_of(node)):
+                    for j, entry in enumerate(entries):
+                        (row,) = torch.autograd.grad(entry, gradient_edge(edge), retain_graph=True, allow_unused=True)
+                        if row is not None:
+                            second[j] = row.reshape(-1)[j]
+                add(i, second.reshape(pulled[i].shape))
     return shares
 
 

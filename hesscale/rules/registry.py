@@ -5,11 +5,13 @@ For y = f(x₁ … xₙ), g = ∂L/∂y and s = diag ∂²L/∂y², a rule retur
     s_x = Σ_k s_k (∂y_k/∂x)² + Σ_k g_k ∂²y_k/∂x²        (Eq. 3 and 4 of the paper)
 
 It sees its node, g and s, and nothing else. ``g`` and ``s`` may each be None, which means zero. What it returns may still
-have the shape and dtype of y: the engine sums and casts every share to the input it belongs to.
+have the shape and dtype of y: the engine sums and casts every share to the input it belongs to. It may be s itself or a view of
+it, never g or a saved tensor.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -17,7 +19,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-Node = Any  # torch.autograd.graph.Node, whose saved attributes no type checker knows
+from ..nodes import Node as Node
+from ..nodes import cut_at, gradient_edge, inputs_of
+
 Share = Tensor | None
 Shares = Share | Sequence[Share]
 RuleFunction = Callable[..., Shares]
@@ -32,9 +36,11 @@ class Rule:
         function: ``(node, g, s) -> shares``, one share per entry of ``node.next_functions`` (a bare tensor for one input).
         family: the file of the rule, for tables.
         summary: its maths in one line.
-        curved: some ∂²y/∂x² is not zero; the rule is called even where s is zero.
-        joint: y mixes its inputs: ∂²y/∂x₁∂x₂ is not zero, or one entry of y adds entries of both. False for cat, where, max.
+        curved: some ∂²y/∂x² is not zero, for all inputs or one by one; the rule is then called even where s is zero.
+        joint: one entry of y may depend on entries of two inputs. False for cat, stack, where.
+        mixed: some ∂²y/∂x₁∂x₂ is not zero. False for add, True for mul.
         fan_in: one entry of y depends on several entries of one input (sum, softmax).
+        separable: each entry of y is a sum of functions of single entries (sum, mse_loss), so ∂²y/∂x_i∂x_j = 0 for i ≠ j.
         fan_out: one entry of an input reaches several entries of y (expand, softmax).
         broadcast: inputs are expanded to y's shape, so that a smaller one fans out.
         contraction: a matrix product or its like, where the head ends.
@@ -48,9 +54,11 @@ class Rule:
     function: RuleFunction
     family: str
     summary: str
-    curved: bool = True
+    curved: bool | tuple[bool, ...] = True
     joint: bool = True
+    mixed: bool = True
     fan_in: bool = True
+    separable: bool = False
     fan_out: bool = True
     broadcast: bool = False
     contraction: bool = False
@@ -58,10 +66,29 @@ class Rule:
     same: RuleFunction | None = None
     refuse: Callable[[Node], str | None] | None = None
 
+    def bends(self, index: int) -> bool:
+        """Whether ∂²y/∂x² may differ from zero for this input."""
+        return self.curved[index] if isinstance(self.curved, tuple) else self.curved
+
+    def uses_gradient(self, repeated: bool) -> bool:
+        """Whether the g term may matter; a tensor at two inputs turns mixed derivatives into its own second ones."""
+        curved = any(self.curved) if isinstance(self.curved, tuple) else self.curved
+        return curved or (repeated and self.joint and self.mixed)
+
 
 RULES: dict[str, Rule] = {}
 BL89: dict[str, Rule] = {}  # what the method "bl89" replaces
-REFUSED: dict[str, str] = {}  # names that get no rule, and what to do instead
+# What gets no rule, by a part of its name, and what to do instead.
+REFUSED: dict[str, str] = {
+    "CompiledFunctionBackward": "a model under torch.compile hides its operators. Pass the model before torch.compile, or run "
+    "this forward pass under torch.compiler.set_stance('force_eager')",
+    "CheckpointFunctionBackward": "reentrant checkpointing hides its operators. Run this part without checkpointing",
+    "BackwardBackward": "the loss holds a gradient (create_graph=True), whose curvature needs third derivatives. "
+    "Take such a term out of the loss, or detach it",
+    "Sparse": "sparse tensors have no curvature rules. Use dense ones",
+    "NestedTensor": "nested tensors have no curvature rules. Use padded ones with a mask",
+    "Complex": "complex tensors have no curvature rules. Carry real and imaginary parts as two real tensors",
+}
 
 
 def rule(*names: str, table: dict[str, Rule] | None = None, **facts: Any) -> Callable[[F], F]:
@@ -98,7 +125,7 @@ def zero_one(*names: str, summary: str, **facts: Any) -> None:
     def apply(node: Node, s: Any) -> Shares:
         return node(*s) if isinstance(s, tuple) else node(s)
 
-    apply.__doc__, apply.__module__ = summary, "hesscale.rules.linear_maps"
+    apply.__doc__, apply.__module__ = summary, sys._getframe(1).f_globals["__name__"]  # the family of who registers
     linear(*names, **{"joint": False, "fan_in": False, "fan_out": False, **facts})(apply)
 
 
@@ -112,8 +139,8 @@ def elementwise(*names: str, **facts: Any) -> Callable[[F], F]:
         def apply(node: Node, g: Share, s: Share) -> Shares:
             pairs = function(node)
             if isinstance(pairs, tuple):
-                return chain(*pairs, g, s)
-            return [None if pair is None else chain(*pair, g, s) for pair in pairs]
+                return chain(pairs[0], pairs[1], g, s)
+            return [None if pair is None else chain(pair[0], pair[1], g, s) for pair in pairs]
 
         apply.__doc__, apply.__module__ = function.__doc__, function.__module__
         rule(*names, **{"fan_in": False, "fan_out": False, "broadcast": True, "same": elementwise_same, **facts})(apply)
@@ -124,10 +151,12 @@ def elementwise(*names: str, **facts: Any) -> Callable[[F], F]:
 
 def chain(first: Any, second: Any, g: Share, s: Share) -> Share:
     """s_x = f'² s + f'' g, with None for zero on either side."""
-    share = None if s is None or first is None else s * (first * first)
+    share = None if s is None or first is None else (s * first).mul_(first)
     if g is None or second is None:
         return share
-    return g * second if share is None else share + g * second
+    if share is None:
+        return g * second
+    return share.addcmul_(g, second) if isinstance(second, Tensor) else share.add_(g, alpha=second)
 
 
 def elementwise_auto(node: Node, g: Share, s: Share) -> Shares:
@@ -158,9 +187,10 @@ def _elementwise_by_autograd(node: Node, g: Share, s: Share, merge: bool) -> Sha
             continue
         share = None if s is None else s * first.detach().to(s.dtype) ** 2
         if g is not None and first.requires_grad:
-            (second,) = torch.autograd.grad(
-                first, torch.autograd.graph.GradientEdge(*edge), g.to(first.dtype), retain_graph=True, allow_unused=True
-            )
+            with cut_at(inputs_of(node)):
+                (second,) = torch.autograd.grad(
+                    first, gradient_edge(edge), g.to(first.dtype), retain_graph=True, allow_unused=True
+                )
             if second is not None:
                 meta = edge[0]._input_metadata[edge[1]]
                 share = second if share is None else share.sum_to_size(meta.shape) + second
@@ -169,7 +199,7 @@ def _elementwise_by_autograd(node: Node, g: Share, s: Share, merge: bool) -> Sha
 
 
 def saved(node: Node, name: str) -> Any:
-    """``node._saved_<name>``: an error if this torch calls it otherwise; float16 comes as float32, whose squares do not overflow."""
+    """``node._saved_<name>``, float16 as float32, whose squares do not overflow; an error if this torch calls it otherwise."""
     try:
         value = getattr(node, f"_saved_{name}")
     except AttributeError:
@@ -202,17 +232,34 @@ def summary_of(function: Callable[..., Any]) -> str:
 def register_rule(*names: str, **facts: Any) -> Callable[[F], F]:
     """Teach hesscale an operator: ``function(node, g, s) -> shares`` for autograd nodes of these names.
 
-    Replaces an existing rule of that name. A custom :class:`torch.autograd.Function` may instead define a static method
-    ``hess_diag(ctx, g, s)`` with the same meaning.
+    g is the gradient and s the Hessian diagonal at the operator's output, None for zero; the share of an input is
+    Σ_k s_k (∂y_k/∂x)² + Σ_k g_k ∂²y_k/∂x². Replaces an existing rule of that name. A custom :class:`torch.autograd.Function` may
+    instead define a static method ``hess_diag(ctx, g, s)`` with the same meaning.
+
+    Args:
+        names: autograd's names, as in ``y.grad_fn.name()``.
+        facts: what is known of the operator's structure, see :class:`hesscale.rules.Rule`; the worst by default.
 
     Example:
         >>> import torch, hesscale
-        >>> @hesscale.register_rule("TanhBackward0", fan_in=False, fan_out=False)
-        ... def tanh(node, g, s):
-        ...     "f' = 1 − y², f'' = −2 y f'"
-        ...     y = node._saved_result
-        ...     d1 = 1 - y * y
-        ...     return (0 if s is None else d1**2 * s) + (0 if g is None else -2 * y * d1 * g)
+        >>> class Cube(torch.autograd.Function):
+        ...     @staticmethod
+        ...     def forward(ctx, x):
+        ...         ctx.save_for_backward(x)
+        ...         return x ** 3
+        ...     @staticmethod
+        ...     def backward(ctx, g):
+        ...         return 3 * ctx.saved_tensors[0] ** 2 * g
+        >>> @hesscale.register_rule("CubeBackward", fan_in=False, fan_out=False)
+        ... def cube(node, g, s):
+        ...     "f' = 3x², f'' = 6x"
+        ...     (x,) = node.saved_tensors
+        ...     return (0 if s is None else 9 * x**4 * s) + (0 if g is None else 6 * x * g)
+        >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
+        >>> hesscale.backward(Cube.apply(x).sum())
+        >>> x.hess_diag
+        tensor([ 6., 12.])
+        >>> del hesscale.rules.RULES["CubeBackward"]
     """
 
     def register(function: F) -> F:
