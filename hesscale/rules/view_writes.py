@@ -1,0 +1,164 @@
+"""Writes into part of a tensor (y[0] = x, y[:, 1].mul_(2)): the node hides its operator, so it is watched at work first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ..nodes import cut_at, gradient_edge, inputs_of
+from .registry import Node, Share, rule
+
+aten = torch.ops.aten
+
+
+class Watch(TorchDispatchMode):
+    """Sees what a write into a view does with the gradient of the written part, and so what kind of write it was.
+
+    ``moves``: it picks entries. Otherwise every operator was elementwise, and then so was the write: with a diagonal Jacobian
+    everywhere, each entry depends on no other. ``sums``: gradients of one number written everywhere. ``other``: an operator
+    that is none of these.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.followed: list[Tensor] = []  # what depends on the gradient of the written part, which comes first
+        self.sums: list[Tensor] = []
+        self.moves = False
+        self.other: str | None = None
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if not self.followed:
+            if function is aten.clone.default:
+                self.followed.append(result)
+            return result
+        sources = [t for t in tree_leaves((args, kwargs)) if is_one_of(t, self.followed)]
+        if not sources or function in ONLY_THE_SHAPE or not any(isinstance(t, Tensor) for t in tree_leaves(result)):
+            return result
+        picks = function in PICKS and sources[0] is args[0]
+        elementwise = torch.Tag.pointwise in function.tags or function in ELEMENTWISE
+        self.moves = self.moves or picks or getattr(result, "shape", None) != self.followed[0].shape
+        if function is aten.sum.default and sources[0] is self.followed[0]:
+            self.sums.append(result)
+        elif not (picks or elementwise) or (self.moves and len(sources) > 1) or any(is_one_of(t, self.sums) for t in sources):
+            self.other = self.other or str(function)
+        self.followed.append(result)
+        return result
+
+
+def is_one_of(tensor: Any, tensors: Sequence[Tensor]) -> bool:
+    return any(tensor is t for t in tensors)
+
+
+ONLY_THE_SHAPE = {aten.zeros_like.default, aten.new_zeros.default}
+ELEMENTWISE = {  # and all that PyTorch tags as pointwise
+    aten._to_copy.default,
+    aten.copy_.default,
+    aten.detach.default,
+    aten.elu_backward.default,
+    aten.hardswish_backward.default,
+    aten.hardtanh_backward.default,
+    aten.leaky_relu_backward.default,
+    aten.mish_backward.default,
+    aten.rrelu_with_noise_backward.default,
+}
+PICKS = {
+    aten.expand.default,
+    aten.gather.default,
+    aten.index.Tensor,
+    aten.index_fill.int_Scalar,
+    aten.index_put.default,
+    aten.index_select.default,
+    aten.masked_scatter_backward.default,
+    aten.put.default,
+    aten.scatter.value,
+    aten.take.default,
+    aten.view.default,
+}
+
+
+class Write(NamedTuple):
+    """What is known of a write once it has been watched; kept in the node's metadata from the walk to the rule."""
+
+    numbers: frozenset[int]  # the inputs that are one number, written everywhere
+    curved: bool
+
+
+def hidden_write(node: Node) -> str | None:
+    """Refuse what neither is elementwise nor moves entries about, and what cannot be differentiated twice."""
+    y = node._input_metadata[0]
+    ones = torch.ones(tuple(y.shape), dtype=y.dtype, device=y.device)
+    with torch.enable_grad(), Watch() as watch:
+        given = pulled(node, ones)
+    curved = any(t is not None and t.requires_grad for t in given)
+    if watch.other is not None:
+        return f"what a write into part of a tensor does is not known (its backward calls {watch.other}). {OUT_OF_PLACE}"
+    if watch.moves and curved:
+        return f"a write into part of a tensor moves entries and is not linear. {OUT_OF_PLACE}"
+    for t, (source, number) in zip(given, node.next_functions, strict=True):
+        if watch.moves and t is not None and t.numel() != math.prod(source._input_metadata[number].shape):
+            return "a write into part of a tensor moves entries and broadcasts them. Expand what you write before you assign it"
+    try:
+        if curved:
+            bends(node, ones)
+    except RuntimeError as error:
+        return f"a write into part of a tensor cannot be differentiated twice ({error}). {OUT_OF_PLACE}"
+    node.metadata["hesscale"] = Write(frozenset(i for i, t in enumerate(given) if is_one_of(t, watch.sums)), curved)
+    return None
+
+
+OUT_OF_PLACE = "Compute it out of place, z = f(y[...]), and then assign y[...] = z"
+
+
+@rule("torch::autograd::CopySlices", broadcast=True, fan_out=False, refuse=hidden_write)
+def write_into_view(node: Node, g: Share, s: Share) -> list[Share]:
+    """the write is elementwise, or moves entries: s_x = J² s + ∂(Jᵀg)/∂x with J = node(1)"""
+    write: Write = node.metadata["hesscale"]
+    shares: list[Share] = [None] * len(node.next_functions) if s is None else squares(node, s, write.numbers)
+    if g is None or not write.curved:
+        return shares
+    for i, bend in enumerate(bends(node, g)):
+        share = shares[i]
+        if bend is not None:
+            shares[i] = bend if share is None else share.sum_to_size(bend.shape) + bend
+    return shares
+
+
+def squares(node: Node, s: Tensor, numbers: frozenset[int]) -> list[Share]:
+    """J² s, as J times Jᵀs: no entry of an input reaches two of y, unless it is one number written everywhere, with J = 1."""
+    dtype = node._input_metadata[0].dtype
+    scale: Any = 1
+    if s.numel() and torch.float16 in (dtype, *(e[0]._input_metadata[e[1]].dtype for e in node.next_functions if e[0])):
+        scale = s.abs().amax().clamp_min(torch.finfo(s.dtype).tiny)  # float16 has no room for s, but for s / max s
+    jacobians = pulled(node, torch.ones_like(s, dtype=dtype))
+    shares = [None if t is None else t.to(s) * scale for t in pulled(node, (s / scale).to(dtype))]
+    return [
+        share if j is None or share is None or i in numbers else share * j.to(s)
+        for i, (j, share) in enumerate(zip(jacobians, shares, strict=True))
+    ]
+
+
+def bends(node: Node, g: Tensor) -> list[Share]:
+    """∂(Jᵀg)/∂x by autograd, where J depends on x."""
+    with torch.enable_grad():
+        gradients = pulled(node, g.to(node._input_metadata[0].dtype))
+    found: list[Share] = []
+    with cut_at(inputs_of(node)):
+        for edge, gradient in zip(node.next_functions, gradients, strict=True):
+            if gradient is None or not gradient.requires_grad:
+                found.append(None)
+            else:
+                ones = torch.ones_like(gradient)
+                found += torch.autograd.grad(gradient, gradient_edge(edge), ones, retain_graph=True, allow_unused=True)
+    return found
+
+
+def pulled(node: Node, cotangent: Tensor) -> Sequence[Share]:
+    given = node(cotangent)
+    return given if isinstance(given, tuple) else (given,)
