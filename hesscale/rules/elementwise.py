@@ -1,46 +1,683 @@
-"""Elementwise maps y = f(x): Eq. (4) with a diagonal Jacobian, s_x = f'(x)² s + f''(x) g."""
+"""Elementwise maps y = f(x): Eq. (4) with a diagonal Jacobian, s_x = f'(x)² s + f''(x) g. Activations have a file of their own.
+
+Where f' or f'' has no finite value (√x, log x at 0), it counts as zero: nothing is lost, and 0·∞ never arises.
+"""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-from .registry import Node, Share, Shares, elementwise, elementwise_auto, needs, rule, saved
+import torch
+from torch import Tensor
+
+from .registry import (
+    REFUSED,
+    Node,
+    Share,
+    Shares,
+    chain,
+    elementwise,
+    elementwise_auto,
+    elementwise_same,
+    linear,
+    needs,
+    rule,
+    saved,
+)
 
 Pair = tuple[Any, Any]
+ONE_TO_ONE: dict[str, Any] = {"fan_in": False, "fan_out": False, "broadcast": True, "same": elementwise_same}
+LN2, LN10 = math.log(2), math.log(10)
+
+for sampler in ("StandardGammaBackward", "_DirichletBackward"):
+    REFUSED[sampler] = (
+        "PyTorch cannot differentiate Gamma, Beta, Chi2, StudentT or Dirichlet samples twice. Detach the sample, or use sample() "
+        "with log_prob() in place of rsample()"
+    )
 
 
-@rule("TanhBackward0", fan_in=False, fan_out=False, broadcast=True)
-def tanh(node: Node, g: Share, s: Share) -> Share:
-    """f' = 1 − y², f'' = −2 y f'"""
+def operand(node: Node, name: str) -> Any:
+    """A saved operand in floating point: integers overflow when squared and round when inverted."""
+    value = saved(node, name)
+    if isinstance(value, Tensor) and not value.is_floating_point():
+        dtype = node._input_metadata[0].dtype
+        return value.to(torch.float32 if dtype == torch.float16 else dtype)
+    return value
+
+
+def finite(derivative: Tensor) -> Tensor:
+    """The derivative (a tensor of our own), with zero where it has no finite value."""
+    return derivative.nan_to_num_(0.0, 0.0, 0.0)
+
+
+# Linear, or piecewise so
+
+
+@linear(
+    *("SignBackward0", "SgnBackward0", "CeilBackward0", "FloorBackward0", "TruncBackward0", "RoundBackward0", "RoundBackward1"),
+    *(f"{name}Backward{i}" for name in ("Eq", "Ge", "Gt", "Le", "Lt", "Ne") for i in range(2)),
+    *("BernoulliBackward0", "BernoulliBackward1", "BernoulliBackward2", "PoissonBackward0"),
+    *("NormalBackward0", "NormalBackward1", "NormalBackward2", "NormalBackward3"),
+    *("RandomBackward0", "RandomBackward1", "RandomBackward2", "UniformBackward0", "LogNormalBackward0"),
+    *("CauchyBackward0", "ExponentialBackward0", "GeometricBackward0"),
+    **{**ONE_TO_ONE, "joint": False, "mixed": False},
+)
+def step_function(node: Node, s: Tensor) -> list[Share]:
+    """f' = 0: steps, comparisons and random draws"""
+    return [None] * len(node.next_functions)
+
+
+@linear(
+    *("AddBackward1", "SubBackward1", "NegBackward0", "FracBackward0", "FmodBackward0", "RemainderBackward0"),
+    **ONE_TO_ONE,
+)
+def shift(node: Node, s: Tensor) -> Share:
+    """f' = ±1"""
+    return s
+
+
+@linear(
+    *("ClampBackward0", "ClampBackward1", "ClampMinBackward0", "ClampMinBackward1", "ClampMaxBackward0", "ClampMaxBackward1"),
+    *("FmaxBackward0", "FminBackward0", "NextafterBackward0", "NanToNumBackward0"),
+    "FakeQuantizePerTensorAffineCachemaskBackward0",
+    "FakeQuantizePerTensorAffineCachemaskTensorQparamsBackward0",
+    "FakeQuantizePerChannelAffineCachemaskBackward0",
+    **{**ONE_TO_ONE, "joint": False, "mixed": False},
+)
+def select(node: Node, s: Tensor) -> Shares:
+    """f' = 1 where y is this input, else 0"""
+    return node(s)
+
+
+@linear("Deg2RadBackward0", "Rad2DegBackward0", "FrexpBackward0", "DivBackward3", "CopysignBackward1", **ONE_TO_ONE)
+def rescale(node: Node, s: Tensor) -> Share:
+    """f' is constant, and what the node multiplies by: node(s) = f' s, node(node(s)) = f'² s"""
+    return node(node(s))
+
+
+def refuse_complex(node: Node) -> str | None:
+    source, index = node.next_functions[0]
+    is_complex = source._input_metadata[index].dtype.is_complex
+    return "complex tensors have no curvature rules. Carry real and imaginary parts as two real tensors" if is_complex else None
+
+
+@linear("AbsBackward0", refuse=refuse_complex, **ONE_TO_ONE)
+def absolute(node: Node, s: Tensor) -> Share:
+    """f' = ±1, and 0 at 0; node(node(s)) = f'² s"""
+    return node(node(s))
+
+
+@linear("AngleBackward0", refuse=refuse_complex, **ONE_TO_ONE)
+def angle(node: Node, s: Tensor) -> Share:
+    """f' = 0: the angle of a real number is 0 or π"""
+    return None
+
+
+@linear("CopysignBackward0", mixed=False, **ONE_TO_ONE)
+def copysign(node: Node, s: Tensor) -> list[Share]:
+    """f' = ±1, and 0 at 0; the sign alone has none"""
+    return [s.masked_fill(saved(node, "self") == 0, 0) if needs(node, 0) else None, None]
+
+
+# Arithmetic
+
+
+@linear("AddBackward0", "SubBackward0", mixed=False, **ONE_TO_ONE)
+def add(node: Node, s: Tensor) -> list[Share]:
+    """f' = 1 and ±α"""
+    return [s, scale(s, saved(node, "alpha")) if needs(node, 1) else None]
+
+
+@linear("RsubBackward0", mixed=False, **ONE_TO_ONE)
+def subtract_from(node: Node, s: Tensor) -> list[Share]:
+    """f' = −α and 1"""
+    return [scale(s, saved(node, "alpha")) if needs(node, 0) else None, s]
+
+
+@linear("RsubBackward1", **ONE_TO_ONE)
+def subtract_from_number(node: Node, s: Tensor) -> Share:
+    """f' = −α"""
+    return scale(s, saved(node, "alpha"))
+
+
+@linear("MulBackward1", **ONE_TO_ONE)
+def multiply_by_number(node: Node, s: Tensor) -> Share:
+    """f' = c"""
+    return scale(s, saved(node, "other"))
+
+
+@linear("DivBackward1", **ONE_TO_ONE)
+def divide_by_number(node: Node, s: Tensor) -> Share:
+    """f' = 1 / c"""
+    return scale(s, 1 / saved(node, "other"))
+
+
+def scale(s: Tensor, factor: Any) -> Tensor:
+    """factor² s, with the one new tensor of its size that it takes."""
+    if not isinstance(factor, Tensor):
+        return s if factor == 1 else s * (factor * factor)
+    return s * (factor * factor) if factor.numel() < s.numel() else (s * factor).mul_(factor)
+
+
+def square(node: Node, g: Share, s: Share) -> list[Share]:
+    """y = x · x: f' = 2x, f'' = 2"""
+    return [chain(2 * saved(node, "self"), 2, g, s), None]
+
+
+@linear("MulBackward0", **{**ONE_TO_ONE, "same": square})
+def multiply(node: Node, s: Tensor) -> list[Share]:
+    """f' = the other factor"""
+    return [scale(s, operand(node, other)) if needs(node, i) else None for i, other in enumerate(("other", "self"))]
+
+
+@elementwise("DivBackward0", "DivBackward2", curved=(False, True), same=lambda node, g, s: [None, None])  # x/x = 1
+def divide(node: Node) -> list[Pair | None]:
+    """y = a/b: f'_a = 1/b; f'_b = −a/b², f''_b = 2a/b³; rounded, 0"""
+    if node.name() == "DivBackward2" and saved(node, "rounding_mode") is not None:
+        return [None, None]
+    inverse = finite(operand(node, "other").reciprocal())
+    if not needs(node, 1):
+        return [(inverse, None), None]
+    first = operand(node, "self") * inverse * -inverse
+    return [(inverse, None) if needs(node, 0) else None, (first, -2 * first * inverse)]
+
+
+@elementwise("ReciprocalBackward0")
+def reciprocal(node: Node) -> Pair:
+    """y = 1/x: f' = −y², f'' = 2y³"""
+    y = saved(node, "result").nan_to_num(0.0, 0.0, 0.0)
+    return -y * y, 2 * y * y * y
+
+
+@linear("AddcmulBackward0", **ONE_TO_ONE)
+def addcmul(node: Node, s: Tensor) -> list[Share]:
+    """y = x + v a b: f'_x = 1, f'_a = v b, f'_b = v a"""
+    value = saved(node, "value")
+    left = scale(s, operand(node, "tensor2") * value) if needs(node, 1) else None
+    right = scale(s, operand(node, "tensor1") * value) if needs(node, 2) else None
+    return [s, left, right]
+
+
+@elementwise("AddcdivBackward0", curved=(False, False, True))
+def addcdiv(node: Node) -> list[Pair | None]:
+    """y = x + v a/b: f'_x = 1, f'_a = v/b; f'_b = −v a/b², f''_b = 2v a/b³"""
+    value = saved(node, "value")
+    shares: list[Pair | None] = [(1, None) if needs(node, 0) else None, None, None]
+    if needs(node, 1) or needs(node, 2):
+        inverse = finite(operand(node, "tensor2").reciprocal())
+        shares[1] = (value * inverse, None) if needs(node, 1) else None
+        if needs(node, 2):
+            first = operand(node, "tensor1") * inverse * inverse * -value
+            shares[2] = (first, -2 * first * inverse)
+    return shares
+
+
+@linear("LerpBackward0", mixed=False, **ONE_TO_ONE)
+def lerp_by_number(node: Node, s: Tensor) -> list[Share]:
+    """y = a + w (b − a): f' = 1 − w and w"""
+    weight = saved(node, "weight")
+    return [scale(s, 1 - weight) if needs(node, 0) else None, scale(s, weight) if needs(node, 1) else None]
+
+
+@linear("LerpBackward1", **ONE_TO_ONE)
+def lerp(node: Node, s: Tensor) -> list[Share]:
+    """y = a + w (b − a): f'_a = 1 − w, f'_b = w, f'_w = b − a"""
+    return [
+        scale(s, 1 - saved(node, "weight")) if needs(node, 0) else None,
+        scale(s, saved(node, "weight")) if needs(node, 1) else None,
+        scale(s, saved(node, "end") - saved(node, "self")) if needs(node, 2) else None,
+    ]
+
+
+@linear("FmodBackward1", "RemainderBackward1", mixed=False, **ONE_TO_ONE)
+def remainder(node: Node, s: Tensor) -> list[Share]:
+    """y = a − b ⌊a/b⌋ (or towards zero): f'_a = 1, f'_b = −⌊a/b⌋"""
+    if not needs(node, 1):
+        return [s, None]
+    mode = "trunc" if node.name() == "FmodBackward1" else "floor"
+    return [s, scale(s, finite(torch.div(operand(node, "self"), operand(node, "other"), rounding_mode=mode)))]
+
+
+@linear("MaximumBackward0", "MinimumBackward0", mixed=False, **ONE_TO_ONE)
+def extremum(node: Node, s: Tensor) -> list[Share]:
+    """f' = 1 where y is this input, else 0; ½ for both in a tie"""
+    left, right = saved(node, "self"), saved(node, "other")
+    split = torch.where(left == right, s / 4, s)
+    losing = [left < right, left > right]
+    if node.name() == "MinimumBackward0":
+        losing.reverse()
+    return [split.masked_fill(mask, 0) if needs(node, i) else None for i, mask in enumerate(losing)]
+
+
+# Powers
+
+
+@rule("PowBackward0", **ONE_TO_ONE)
+def power(node: Node, g: Share, s: Share) -> Share:
+    """y = xⁿ: f' = n xⁿ⁻¹, f'' = n (n − 1) xⁿ⁻²"""
+    n = saved(node, "exponent")
+    if n == 0:
+        return None
+    if n == 1:
+        return s
+    x = saved(node, "self")
+    if n == 2:
+        return chain(2 * x if s is not None else None, 2, g, s)
+    power = x ** (n - 2)
+    power = finite(power) if n < 2 else power
+    return chain(n * x * power, n * (n - 1) * power, g, s)
+
+
+@elementwise("PowBackward1")
+def power_of_tensors(node: Node) -> list[Pair | None]:
+    """y = aᵇ: f'_a = b aᵇ⁻¹, f''_a = b (b − 1) aᵇ⁻²; f'_b = y log a, f''_b = y log² a"""
+    a, b = operand(node, "self"), operand(node, "exponent")
+    of_base = of_exponent = None
+    if needs(node, 0):
+        at_zero = a == 0
+        first = (b * a ** (b - 1)).masked_fill(at_zero & (b < 1), 0)
+        of_base = first, (b * (b - 1) * a ** (b - 2)).masked_fill(at_zero & (b < 2), 0)
+    if needs(node, 1):
+        log = torch.log(a).masked_fill(a <= 0, 0)
+        first = saved(node, "result") * log
+        of_exponent = first, first * log
+    return [of_base, of_exponent]
+
+
+@elementwise("PowBackward2")
+def power_of_number(node: Node) -> Pair:
+    """y = cˣ: f' = y log c, f'' = y log² c"""
+    base = saved(node, "self")
+    if base <= 0:
+        return None, None
+    first = saved(node, "result") * math.log(base)
+    return first, first * math.log(base)
+
+
+@elementwise("SqrtBackward0")
+def sqrt(node: Node) -> Pair:
+    """y = √x: f' = 1/(2y), f'' = −2 f'³"""
+    first = finite(0.5 / saved(node, "result"))
+    return first, -2 * first * first * first
+
+
+@elementwise("RsqrtBackward0")
+def rsqrt(node: Node) -> Pair:
+    """y = 1/√x: f' = −½ y³, f'' = ¾ y⁵"""
+    y = saved(node, "result").nan_to_num(0.0, 0.0, 0.0)
+    square = y * y
+    return -0.5 * y * square, 0.75 * y * square * square
+
+
+@elementwise("HypotBackward0")
+def hypot(node: Node) -> list[Pair | None]:
+    """y = √(a² + b²): f'_a = a/y, f''_a = (1 − f'_a²)/y; so for b"""
+    inverse = finite(1 / saved(node, "result"))
+    pairs: list[Pair | None] = [None, None]
+    for i, name in enumerate(("self", "other")):
+        if needs(node, i):
+            first = operand(node, name) * inverse
+            pairs[i] = first, inverse * (1 - first * first)
+    return pairs
+
+
+# Exponentials and logarithms
+
+
+@rule("ExpBackward0", **ONE_TO_ONE)
+def exp(node: Node, g: Share, s: Share) -> Share:
+    """f' = f'' = y: y (y s + g)"""
     y = saved(node, "result")
-    first = 1 - y * y
-    if g is None:
-        return None if s is None else s * first * first
-    if s is None:
-        return g * y * first * -2
-    return (s * first).addcmul_(y, g, value=-2).mul_(first)
+    if g is None or s is None:
+        return chain(y, y, g, s)
+    return torch.addcmul(g, y, s).mul_(y)
 
 
-@elementwise("MulBackward0")
-def mul(node: Node) -> list[Pair | None]:
-    """f' = the other factor, f'' = 0"""
-    return [(saved(node, "other"), None) if needs(node, 0) else None, (saved(node, "self"), None) if needs(node, 1) else None]
+@elementwise("Exp2Backward0")
+def exp2(node: Node) -> Pair:
+    """f' = y log 2, f'' = y log² 2"""
+    y = saved(node, "result")
+    return y * LN2, y * LN2**2
 
 
-@elementwise("AddBackward0", curved=False)
-def add(node: Node) -> list[Pair | None]:
-    """f' = 1 and alpha"""
-    return [(1, None), (saved(node, "alpha"), None)]
+@elementwise("Expm1Backward0")
+def expm1(node: Node) -> Pair:
+    """f' = f'' = y + 1"""
+    first = saved(node, "result") + 1
+    return first, first
 
 
-@elementwise("PowBackward0")
-def power(node: Node) -> Pair:
-    """f' = n xⁿ⁻¹, f'' = n (n − 1) xⁿ⁻²"""
-    x, n = saved(node, "self"), saved(node, "exponent")
-    return n * x ** (n - 1), n * (n - 1) * x ** (n - 2)
+@elementwise("LogBackward0")
+def log(node: Node) -> Pair:
+    """f' = 1/x, f'' = −f'²"""
+    first = finite(saved(node, "self").reciprocal())
+    return first, -first * first
 
 
-@rule("ErfinvBackward0", fan_in=False, fan_out=False, broadcast=True)
-def differentiated(node: Node, g: Share, s: Share) -> Shares:
-    """f' = node(1), f'' = its derivative by autograd"""
+@elementwise("Log2Backward0")
+def log2(node: Node) -> Pair:
+    """f' = 1/(x log 2), f'' = −f'² log 2"""
+    first = finite((saved(node, "self") * LN2).reciprocal_())
+    return first, first * first * -LN2
+
+
+@elementwise("Log10Backward0")
+def log10(node: Node) -> Pair:
+    """f' = 1/(x log 10), f'' = −f'² log 10"""
+    first = finite((saved(node, "self") * LN10).reciprocal_())
+    return first, first * first * -LN10
+
+
+@elementwise("Log1PBackward0")
+def log1p(node: Node) -> Pair:
+    """f' = 1/(1 + x), f'' = −f'²"""
+    first = finite((saved(node, "self") + 1).reciprocal_())
+    return first, -first * first
+
+
+@elementwise("LogitBackward0")
+def logit(node: Node) -> Pair:
+    """f' = 1/(x (1 − x)), f'' = (2x − 1) f'²; 0 where x is clamped"""
+    x, eps = saved(node, "self"), saved(node, "eps")
+    first = finite((x - x * x).reciprocal_())
+    if eps is not None:
+        first = first.masked_fill((x < eps) | (x > 1 - eps), 0)
+    return first, (2 * x - 1) * first * first
+
+
+@elementwise("LogaddexpBackward0", "Logaddexp2Backward0")
+def logaddexp(node: Node) -> list[Pair | None]:
+    """y = log(eᵃ + eᵇ): f'_a = σ(a − b), f''_a = f'_a f'_b; so for b; in base 2, log 2 times a, b and f''"""
+    rate = LN2 if node.name() == "Logaddexp2Backward0" else 1
+    first = finite(torch.sigmoid((operand(node, "self") - operand(node, "other")) * rate))
+    second = first * (1 - first) * rate
+    return [(first, second) if needs(node, 0) else None, (1 - first, second) if needs(node, 1) else None]
+
+
+@elementwise("XlogyBackward0", "SpecialXlog1PyBackward0", curved=(False, True))
+def xlogy(node: Node) -> list[Pair | None]:
+    """z = x log y: f'_x = log y; f'_y = x/y, f''_y = −x/y²; with 1 + y for y in xlog1py"""
+    x, y = operand(node, "self"), operand(node, "other")
+    y = y if node.name() == "XlogyBackward0" else y + 1
+    of_x = (finite(torch.log(y)), None) if needs(node, 0) else None
+    if not needs(node, 1):
+        return [of_x, None]
+    inverse = finite(1 / y)
+    return [of_x, (x * inverse, -x * inverse * inverse)]
+
+
+@elementwise("XlogyBackward1", "SpecialXlog1PyBackward1")
+def number_logy(node: Node) -> Pair:
+    """z = c log y: f' = c/y, f'' = −c/y²; with 1 + y for y in xlog1py"""
+    c, y = saved(node, "self"), saved(node, "other")
+    inverse = finite(1 / (y if node.name() == "XlogyBackward1" else y + 1))
+    return c * inverse, -c * inverse * inverse
+
+
+@linear("XlogyBackward2", "SpecialXlog1PyBackward2", **ONE_TO_ONE)
+def xlog_number(node: Node, s: Tensor) -> Share:
+    """z = x log c: f' = log c; with 1 + c for c in xlog1py"""
+    c = saved(node, "other") + (0 if node.name() == "XlogyBackward2" else 1)
+    return scale(s, math.log(c)) if c > 0 else None
+
+
+@elementwise("SpecialEntrBackward0")
+def entr(node: Node) -> Pair:
+    """y = −x log x: f' = −1 − log x, f'' = −1/x"""
+    x = saved(node, "self")
+    return finite(-1 - torch.log(x)), finite(-1 / x)
+
+
+@elementwise("LdexpBackward0", curved=(False, True))
+def ldexp(node: Node) -> list[Pair | None]:
+    """y = a 2ᵇ: f'_a = 2ᵇ; f'_b = y log 2, f''_b = y log² 2"""
+    of_mantissa = (torch.exp2(operand(node, "other")), None) if needs(node, 0) else None
+    if not needs(node, 1):
+        return [of_mantissa, None]
+    y = saved(node, "result")
+    return [of_mantissa, (y * LN2, y * LN2**2)]
+
+
+# Trigonometric and hyperbolic functions
+
+
+@elementwise("SinBackward0")
+def sin(node: Node) -> Pair:
+    """f' = cos x, f'' = −sin x"""
+    x = saved(node, "self")
+    return torch.cos(x), torch.sin(x).neg_()
+
+
+@elementwise("CosBackward0")
+def cos(node: Node) -> Pair:
+    """f' = −sin x, f'' = −cos x"""
+    x = saved(node, "self")
+    return torch.sin(x), torch.cos(x).neg_()  # the sign of f' is lost in its square
+
+
+@elementwise("TanBackward0")
+def tan(node: Node) -> Pair:
+    """f' = 1 + y², f'' = 2y f'"""
+    y = saved(node, "result")
+    first = 1 + y * y
+    return first, 2 * y * first
+
+
+@elementwise("AsinBackward0")
+def asin(node: Node) -> Pair:
+    """f' = 1/√(1 − x²), f'' = x f'³"""
+    x = saved(node, "self")
+    first = finite(torch.rsqrt(1 - x * x))
+    return first, x * first * first * first
+
+
+@elementwise("AcosBackward0")
+def acos(node: Node) -> Pair:
+    """f' = −1/√(1 − x²), f'' = x f'³"""
+    x = saved(node, "self")
+    first = finite(-torch.rsqrt(1 - x * x))
+    return first, x * first * first * first
+
+
+@elementwise("AtanBackward0")
+def atan(node: Node) -> Pair:
+    """f' = 1/(1 + x²), f'' = −2x f'²"""
+    x = saved(node, "self")
+    first = 1 / (1 + x * x)
+    return first, -2 * x * first * first
+
+
+@elementwise("Atan2Backward0")
+def atan2(node: Node) -> list[Pair | None]:
+    """y = atan2(a, b), r = a² + b²: f'_a = b/r, f'_b = −a/r, f''_a = −f''_b = −2ab/r²"""
+    a, b = operand(node, "self"), operand(node, "other")
+    inverse = finite(1 / (a * a + b * b))
+    of_a, of_b = b * inverse, -a * inverse
+    second = 2 * of_a * of_b
+    return [(of_a, second) if needs(node, 0) else None, (of_b, -second) if needs(node, 1) else None]
+
+
+@elementwise("SinhBackward0")
+def sinh(node: Node) -> Pair:
+    """f' = cosh x, f'' = sinh x"""
+    x = saved(node, "self")
+    return torch.cosh(x), torch.sinh(x)
+
+
+@elementwise("CoshBackward0")
+def cosh(node: Node) -> Pair:
+    """f' = sinh x, f'' = cosh x"""
+    x = saved(node, "self")
+    return torch.sinh(x), torch.cosh(x)
+
+
+@elementwise("AsinhBackward0")
+def asinh(node: Node) -> Pair:
+    """f' = 1/√(1 + x²), f'' = −x f'³"""
+    x = saved(node, "self")
+    first = torch.rsqrt(1 + x * x)
+    return first, -x * first * first * first
+
+
+@elementwise("AcoshBackward0")
+def acosh(node: Node) -> Pair:
+    """f' = 1/√(x² − 1), f'' = −x f'³"""
+    x = saved(node, "self")
+    first = finite(torch.rsqrt(x * x - 1))
+    return first, -x * first * first * first
+
+
+@elementwise("AtanhBackward0")
+def atanh(node: Node) -> Pair:
+    """f' = 1/(1 − x²), f'' = 2x f'²"""
+    x = saved(node, "self")
+    first = finite(1 / (1 - x * x))
+    return first, 2 * x * first * first
+
+
+@elementwise("SincBackward0")
+def sinc(node: Node) -> Pair:
+    """u = πx, y = sin u/u: f' = π (cos u − y)/u, f'' = −π² y − 2π f'/u; by its series near 0"""
+    u = saved(node, "self") * math.pi
+    near = u.abs() < torch.finfo(u.dtype).eps ** (1 / 6)
+    v = u.masked_fill(near, 1)
+    y = torch.sin(v) / v
+    first = (torch.cos(v) - y) / v
+    second = -y - 2 * first / v
+    square = u * u
+    first = torch.where(near, u * (square / 30 - 1 / 3), first)
+    second = torch.where(near, square / 10 - 1 / 3, second)
+    return math.pi * first, math.pi**2 * second
+
+
+# Special functions
+
+
+@elementwise("ErfBackward0")
+def erf(node: Node) -> Pair:
+    """f' = 2/√π exp(−x²), f'' = −2x f'"""
+    x = saved(node, "self")
+    first = torch.exp(-x * x) * (2 / math.sqrt(math.pi))
+    return first, -2 * x * first
+
+
+@elementwise("ErfcBackward0")
+def erfc(node: Node) -> Pair:
+    """f' = −2/√π exp(−x²), f'' = −2x f'"""
+    x = saved(node, "self")
+    first = torch.exp(-x * x) * (-2 / math.sqrt(math.pi))
+    return first, -2 * x * first
+
+
+@elementwise("SpecialErfcxBackward0")
+def erfcx(node: Node) -> Pair:
+    """y = exp(x²) erfc x: f' = 2xy − 2/√π, f'' = 2y + 2x f'"""
+    x, y = saved(node, "self"), saved(node, "result")
+    first = 2 * x * y - 2 / math.sqrt(math.pi)
+    return first, 2 * (y + x * first)
+
+
+@elementwise("ErfinvBackward0")
+def erfinv(node: Node) -> Pair:
+    """f' = ½ √π exp(y²), f'' = 2y f'²"""
+    y = torch.erfinv(saved(node, "self"))
+    first = finite(torch.exp(y * y) * (math.sqrt(math.pi) / 2))
+    return first, finite(2 * y * first * first)
+
+
+@elementwise("SpecialNdtriBackward0")
+def ndtri(node: Node) -> Pair:
+    """f' = √(2π) exp(y²/2), f'' = y f'²"""
+    y = saved(node, "result")
+    first = finite(torch.exp(y * y / 2) * math.sqrt(2 * math.pi))
+    return first, finite(y * first * first)
+
+
+@elementwise("SpecialLogNdtrBackward0")
+def log_ndtr(node: Node) -> Pair:
+    """y = log Φ(x): f' = exp(−y − x²/2)/√(2π), f'' = −f' (x + f')"""
+    x, y = saved(node, "self"), saved(node, "result")
+    first = torch.exp(-y - x * x / 2) / math.sqrt(2 * math.pi)
+    return first, -first * (x + first)
+
+
+@elementwise("LgammaBackward0")
+def lgamma(node: Node) -> Pair:
+    """f' = ψ(x), f'' = ψ'(x)"""
+    x = saved(node, "self")
+    return finite(torch.digamma(x)), finite(torch.polygamma(1, x))
+
+
+@elementwise("MvlgammaBackward0")
+def mvlgamma(node: Node) -> Pair:
+    """y = c + Σ_j log Γ(x − j/2), j < p: f' = Σ_j ψ(x − j/2), f'' = Σ_j ψ'(x − j/2)"""
+    x, p = saved(node, "self"), saved(node, "p")
+    terms = x.unsqueeze(-1) - torch.arange(p, dtype=x.dtype, device=x.device) / 2
+    return finite(torch.digamma(terms).sum(-1)), finite(torch.polygamma(1, terms).sum(-1))
+
+
+@elementwise("DigammaBackward0")
+def digamma(node: Node) -> Pair:
+    """f' = ψ'(x), f'' = ψ''(x)"""
+    x = saved(node, "self")
+    return finite(torch.polygamma(1, x)), finite(torch.polygamma(2, x))
+
+
+@elementwise("PolygammaBackward0", "PolygammaBackward1")
+def polygamma(node: Node) -> Pair:
+    """y = ψ⁽ⁿ⁾(x): f' = ψ⁽ⁿ⁺¹⁾(x), f'' = ψ⁽ⁿ⁺²⁾(x)"""
+    x, n = saved(node, "self"), saved(node, "n")
+    return finite(torch.polygamma(n + 1, x)), finite(torch.polygamma(n + 2, x))
+
+
+def refuse_first_argument(node: Node) -> str | None:
+    return "PyTorch has no derivative for its first argument. Detach that argument" if needs(node, 0) else None
+
+
+@elementwise("IgammaBackward0", "IgammacBackward0", refuse=refuse_first_argument)
+def igamma(node: Node) -> list[Pair | None]:
+    """y = P(a, x): f' = ±xᵃ⁻¹ e⁻ˣ/Γ(a), f'' = f' ((a − 1)/x − 1); a has no derivative"""
+    a, x = operand(node, "self"), operand(node, "other")
+    first = finite(torch.exp(torch.xlogy(a - 1, x) - x - torch.lgamma(a)))
+    first = first if node.name() == "IgammaBackward0" else -first
+    return [None, (first, finite(first * ((a - 1) / x - 1)))]
+
+
+@elementwise("SpecialZetaBackward0", refuse=refuse_first_argument)
+def zeta(node: Node) -> list[Pair | None]:
+    """y = ζ(a, x): f' = −a ζ(a + 1, x), f'' = a (a + 1) ζ(a + 2, x); a has no derivative"""
+    return [None, zeta_derivatives(operand(node, "self"), operand(node, "other"))]
+
+
+@elementwise("SpecialZetaBackward1")
+def zeta_of_number(node: Node) -> Pair:
+    """y = ζ(c, x): f' = −c ζ(c + 1, x), f'' = c (c + 1) ζ(c + 2, x)"""
+    return zeta_derivatives(saved(node, "self"), saved(node, "other"))
+
+
+def zeta_derivatives(a: Any, x: Tensor) -> Pair:
+    return finite(-a * torch.special.zeta(a + 1, x)), finite(a * (a + 1) * torch.special.zeta(a + 2, x))
+
+
+@elementwise("I0Backward0")
+def i0(node: Node) -> Pair:
+    """y = I₀(x): f' = I₁(x), f'' = I₀(x) − I₁(x)/x"""
+    x = saved(node, "self")
+    first = torch.special.i1(x)
+    return first, torch.i0(x) - torch.where(x == 0, 0.5, first / x)
+
+
+@elementwise("SpecialI0EBackward0")
+def i0e(node: Node) -> Pair:
+    """y = e⁻ˡˣˡ I₀(x), z = e⁻ˡˣˡ I₁(x): f' = z − sgn(x) y, f'' = y − z/x − sgn(x) (z + f')"""
+    x, y = saved(node, "self"), saved(node, "result")
+    z, sign = torch.special.i1e(x), torch.sgn(x)
+    first = z - sign * y
+    return first, y - torch.where(x == 0, 0.5, z / x) - sign * (z + first)
+
+
+@rule("SpecialI1Backward0", "SpecialI1EBackward0", **ONE_TO_ONE)
+def i1(node: Node, g: Share, s: Share) -> Shares:
+    """f' = node(1), f'' its derivative by autograd"""
     return elementwise_auto(node, g, s)

@@ -1,0 +1,192 @@
+"""Activations y = f(x): s_x = f'(x)² s + f''(x) g, in as few kernels as it takes.
+
+A node multiplies by f' in one fused kernel when it is called, so node(s) = f' s and node(node(s)) = f'² s.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .elementwise import ONE_TO_ONE, Pair
+from .registry import Node, Share, Shares, chain, dimension, elementwise, linear, needs, rule, saved
+
+Second = TypeVar("Second", bound=Callable[[Node], Tensor])
+aten = torch.ops.aten
+
+
+def by_node(*names: str) -> Callable[[Second], Second]:
+    """Register y = f(x) from ``function(node) -> f''``, a tensor of its own; f' is what the node multiplies by."""
+
+    def register(function: Second) -> Second:
+        def apply(node: Node, g: Share, s: Share) -> Share:
+            share = None if s is None else node(node(s))
+            if g is None:
+                return share
+            second = function(node)
+            return second.mul_(g) if share is None else share.addcmul_(second, g)
+
+        apply.__doc__, apply.__module__ = function.__doc__, function.__module__
+        rule(*names, **ONE_TO_ONE)(apply)
+        return function
+
+    return register
+
+
+def factored(node: Node, s: Share, bend: Share) -> Share:
+    """f' (f' s + bend), for f'' g = f' · bend."""
+    if s is None:
+        return None if bend is None else node(bend)
+    inner = node(s)
+    return node(inner if bend is None else inner.add_(bend))
+
+
+@linear(
+    *("ReluBackward0", "HardtanhBackward0", "HardshrinkBackward0", "SoftshrinkBackward0"),
+    *("ThresholdBackward0", "ThresholdBackward1"),
+    **ONE_TO_ONE,
+)
+def piecewise(node: Node, s: Tensor) -> Share:
+    """f' = 0 or 1"""
+    return node(s)
+
+
+@linear("HardsigmoidBackward0", **ONE_TO_ONE)
+def hardsigmoid(node: Node, s: Tensor) -> Share:
+    """f' = ⅙ where |x| < 3, else 0"""
+    return aten.hardtanh_backward(s / 36, saved(node, "self"), -3, 3)
+
+
+@linear("LeakyReluBackward0", "LeakyReluBackward1", **ONE_TO_ONE)
+def leaky_relu(node: Node, s: Tensor) -> Share:
+    """f' = 1 where x > 0, else the slope"""
+    x = saved(node, "self" if node.name() == "LeakyReluBackward0" else "result")  # of one sign
+    return aten.leaky_relu_backward(s, x, saved(node, "negative_slope") ** 2, False)
+
+
+@linear("RreluWithNoiseBackward0", "RreluWithNoiseBackward1", "RreluWithNoiseFunctionalBackward0", **ONE_TO_ONE)
+def rrelu(node: Node, s: Tensor) -> Share:
+    """f' = 1 where x > 0, else the slope that was drawn (in evaluation their mean)"""
+    return node(node(s))
+
+
+@elementwise("PreluKernelBackward0", curved=False)
+def prelu(node: Node) -> list[Pair | None]:
+    """f'_x = 1 where x > 0, else the weight; f'_w = min(x, 0)"""
+    x = saved(node, "self")
+    of_input = (torch.where(x > 0, 1, saved(node, "weight")), None) if needs(node, 0) else None
+    return [of_input, (x.clamp(max=0), None) if needs(node, 1) else None]
+
+
+@rule("TanhBackward0", **ONE_TO_ONE)
+def tanh(node: Node, g: Share, s: Share) -> Share:
+    """f' = 1 − y², f'' = −2y f': f' (f' s − 2y g)"""
+    if g is None:
+        return factored(node, s, None)
+    y = saved(node, "result")
+    if s is None:
+        return node(y * g * -2)
+    return node(node(s).addcmul_(y, g, value=-2))
+
+
+@rule("SigmoidBackward0", **ONE_TO_ONE)
+def sigmoid(node: Node, g: Share, s: Share) -> Share:
+    """f' = y (1 − y), f'' = (1 − 2y) f': f' (f' s + (1 − 2y) g)"""
+    return factored(node, s, None if g is None else torch.addcmul(g, saved(node, "result"), g, value=-2))
+
+
+@elementwise("LogSigmoidBackward0")
+def logsigmoid(node: Node) -> Pair:
+    """f' = σ(−x), f'' = −f' (1 − f')"""
+    first = torch.sigmoid(-saved(node, "self"))
+    return first, torch.addcmul(-first, first, first)
+
+
+@rule("EluBackward0", "EluBackward1", **ONE_TO_ONE)
+def elu(node: Node, g: Share, s: Share) -> Share:
+    """y = λα (e^{κx} − 1) where x < 0, with f'' = κ f'; else λx (SELU: its λ and α)"""
+    return exponential_tail(node, g, s, saved(node, "input_scale"))
+
+
+@rule("CeluBackward0", "CeluBackward1", **ONE_TO_ONE)
+def celu(node: Node, g: Share, s: Share) -> Share:
+    """y = α (e^{x/α} − 1) where x < 0, with f'' = f'/α; else x"""
+    return exponential_tail(node, g, s, 1 / saved(node, "alpha"))
+
+
+def exponential_tail(node: Node, g: Share, s: Share, rate: float) -> Share:
+    """f' (f' s + κ g) where x < 0, else f'² s."""
+    if g is None:
+        return factored(node, s, None)
+    x = saved(node, "result" if node.name().endswith("1") else "self")  # of one sign
+    bend = aten.hardtanh_backward(g, x, -math.inf, 0)
+    return factored(node, s, bend if rate == 1 else bend.mul_(rate))
+
+
+@by_node("GeluBackward0")
+def gelu(node: Node) -> Tensor:
+    """f' = Φ(x) + x φ(x), f'' = (2 − x²) φ(x); or of its approximation by tanh"""
+    x = saved(node, "self")
+    square = x * x
+    if saved(node, "approximate") == "tanh":
+        return gelu_by_tanh(x, square)
+    scale = 1 / math.sqrt(2 * math.pi)
+    return (square * -0.5).exp_().mul_(square.mul_(-scale).add_(2 * scale))
+
+
+def gelu_by_tanh(x: Tensor, square: Tensor) -> Tensor:
+    """y = ½ x (1 + t), t = tanh u, u = k (x + c x³): f'' = (1 − t²) (u' + ½ x u'' − x t u'²)."""
+    k, c = math.sqrt(2 / math.pi), 0.044715
+    t = (square * (k * c)).add_(k).mul_(x).tanh_()
+    cubic = square * (3 * k * c)  # u' = k + cubic, x u'' = 2 cubic
+    bend = torch.addcmul(2 * cubic + k, cubic.add_(k).square_().mul_(x), t, value=-1)
+    return aten.tanh_backward(bend, t)
+
+
+@by_node("SiluBackward0")
+def silu(node: Node) -> Tensor:
+    """p = σ(x): f' = p (1 + x (1 − p)), f'' = p (1 − p) (2 + x − 2xp)"""
+    x = saved(node, "self")
+    p = torch.sigmoid(x)
+    return aten.sigmoid_backward(torch.addcmul(x, x, p, value=-2).add_(2), p)
+
+
+@by_node("MishBackward0")
+def mish(node: Node) -> Tensor:
+    """p = σ(x), t = tanh(log(1 + eˣ)): f' = t + x p (1 − t²), f'' = p (1 − t²) (2 + x (1 − p − 2tp))"""
+    x = saved(node, "self")
+    p, t = torch.sigmoid(x), F.softplus(x).tanh_()
+    bend = (1 - p).addcmul_(t, p, value=-2).mul_(x).add_(2)
+    return aten.tanh_backward(bend.mul_(p), t)
+
+
+@by_node("HardswishBackward0")
+def hardswish(node: Node) -> Tensor:
+    """f' = x/3 + ½ and f'' = ⅓ where |x| < 3; else f' = 0 or 1"""
+    x = saved(node, "self")
+    return aten.hardtanh_backward(torch.full_like(x, 1 / 3), x, -3, 3)
+
+
+@by_node("SoftplusBackward0")
+def softplus(node: Node) -> Tensor:
+    """f' = σ(βx), f'' = β f' (1 − f'); beyond the threshold f' = 1"""
+    first = node(torch.ones_like(saved(node, "self")))
+    return torch.addcmul(first, first, first, value=-1).mul_(saved(node, "beta"))
+
+
+@rule("GluBackward0", fan_out=False)
+def glu(node: Node, g: Share, s: Share) -> Shares:
+    """y = a σ(b) for the halves a, b of x, p = σ(b): f'_a = p; f'_b = a p (1 − p), f''_b = (1 − 2p) f'_b"""
+    x = saved(node, "self")
+    dim = dimension(saved(node, "dim"), x.dim())
+    a, b = x.chunk(2, dim)
+    p = torch.sigmoid(b)
+    first = a * p * (1 - p)
+    right = chain(first, (1 - 2 * p) * first, g, s)
+    left = chain(p, None, g, s)
+    return None if right is None else torch.cat([torch.zeros_like(right) if left is None else left, right], dim)
