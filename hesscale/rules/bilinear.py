@@ -1,20 +1,326 @@
-"""Products of two inputs: the operator's own backward with the other operand squared (Eq. 3, and the sums of Eq. 4)."""
+"""Products: y is linear in each factor, so its own backward with the other factors squared gives their shares (Eq. 3).
+
+Mixed second derivatives ∂²y/∂A∂B are not zero: where one tensor is both factors they are its own, and g matters too.
+Distances between all rows of two matrices, which are products in disguise, follow.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
 from torch import Tensor
 
-from .registry import Node, Share, linear, needs, saved
+from .reductions import norm_bend, norm_slopes, plus
+from .registry import Node, Share, chain, dimension, linear, needs, rule, saved
+
+SPARSE = "a sparse factor needs a gradient, and curvature is dense; make it dense, or detach it"
 
 
-@linear("AddmmBackward0", contraction=True)
+def is_sparse(node: Node, index: int, factor: str) -> bool:
+    """Whether this factor needs a share and is sparse: then no strides of it are saved."""
+    return needs(node, index) and not saved(node, f"{factor}_sym_strides")
+
+
+def refuse_mm(node: Node) -> str | None:
+    return SPARSE if is_sparse(node, 0, "self") or is_sparse(node, 1, "mat2") else None
+
+
+def mm_same(node: Node, g: Share, s: Share) -> list[Share]:
+    """y = A A"""
+    return [matrix_square(saved(node, "self"), g, s), None]
+
+
+@linear("MmBackward0", contraction=True, same=mm_same, refuse=refuse_mm)
+def mm(node: Node, s: Tensor) -> list[Share]:
+    """y = A B: s_A = s (B²)ᵀ, s_B = (A²)ᵀ s"""
+    left = left_share(s, saved(node, "mat2"), saved(node, "self_sym_strides")) if needs(node, 0) else None
+    right = right_share(s, saved(node, "self"), saved(node, "mat2_sym_strides")) if needs(node, 1) else None
+    return [left, right]
+
+
+@linear("BmmBackward0", contraction=True, same=mm_same)
+def bmm(node: Node, s: Tensor) -> list[Share]:
+    """y = A B for each pair of a batch: s_A = s (B²)ᵀ, s_B = (A²)ᵀ s"""
+    return batch_factors(node, 0, s, saved(node, "self"), saved(node, "mat2"))
+
+
+def summand_is_factor(node: Node) -> str | None:
+    """Of the ways in which β b + α A B may meet a tensor twice, the rules cover A = B only."""
+    summand, *factors = node.next_functions
+    if summand[0] is None or summand not in factors:
+        return None
+    return "its summand is also one of its factors, which its curvature rule does not cover; write the product and the sum apart"
+
+
+def refuse_addmm(node: Node) -> str | None:
+    return SPARSE if is_sparse(node, 1, "mat1") or is_sparse(node, 2, "mat2") else summand_is_factor(node)
+
+
+def addmm_same(node: Node, g: Share, s: Share) -> list[Share]:
+    """y = β b + α A A"""
+    return summand_and_square(node, saved(node, "mat1"), g, s)
+
+
+@linear("AddmmBackward0", contraction=True, same=addmm_same, refuse=refuse_addmm)
 def addmm(node: Node, s: Tensor) -> list[Share]:
     """y = β b + α A B: s_b = β² s, s_A = α² s (B²)ᵀ, s_B = α² (A²)ᵀ s"""
+    summand = scaled(s, saved(node, "beta") ** 2) if needs(node, 0) else None
+    s = scaled(s, saved(node, "alpha") ** 2)
+    left = left_share(s, saved(node, "mat2"), saved(node, "mat1_sym_strides")) if needs(node, 1) else None
+    right = right_share(s, saved(node, "mat1"), saved(node, "mat2_sym_strides")) if needs(node, 2) else None
+    return [summand, left, right]
+
+
+@linear("SparseAddmmBackward0", contraction=True, refuse=lambda node: SPARSE if needs(node, 1) else None)
+def sparse_addmm(node: Node, s: Tensor) -> list[Share]:
+    """y = β b + α A B with A sparse and constant: s_b = β² s, s_B = α² (A²)ᵀ s"""
+    summand = scaled(s, saved(node, "beta") ** 2) if needs(node, 0) else None
+    s = scaled(s, saved(node, "alpha") ** 2)
+    return [summand, None, right_share(s, saved(node, "mat1"), saved(node, "mat2_sym_strides")) if needs(node, 2) else None]
+
+
+def baddbmm_same(node: Node, g: Share, s: Share) -> list[Share]:
+    """y = β b + α A A, for each matrix of a batch or summed over it"""
+    return summand_and_square(node, saved(node, "batch1"), g, s)
+
+
+@linear("BaddbmmBackward0", "AddbmmBackward0", contraction=True, same=baddbmm_same, refuse=summand_is_factor)
+def baddbmm(node: Node, s: Tensor) -> list[Share]:
+    """y = β b + α A B, for each pair of a batch or summed over it: s_b = β² s, s_A = α² s (B²)ᵀ, s_B = α² (A²)ᵀ s"""
+    summand = scaled(s, saved(node, "beta") ** 2) if needs(node, 0) else None
+    s = scaled(s, saved(node, "alpha") ** 2)
+    return [summand, *batch_factors(node, 1, s, saved(node, "batch1"), saved(node, "batch2"))]
+
+
+def batch_factors(node: Node, first: int, s: Tensor, left: Share, right: Share) -> list[Share]:
+    """The shares of A and B, which are inputs ``first`` and the next; each is saved where the other needs its share."""
+    shares: list[Share] = [None, None]
+    if right is not None and needs(node, first):
+        shares[0] = left_share(s, right, () if left is None else left.stride())
+    if left is not None and needs(node, first + 1):
+        shares[1] = right_share(s, left, () if right is None else right.stride())
+    return shares
+
+
+def left_share(s: Tensor, right: Tensor, strides: Sequence[int]) -> Tensor:
+    """s_A = s (B²)ᵀ, laid out in memory like A"""
+    squares = squared(right)
+    return (squares @ s.mT).mT if by_columns(strides) else s @ squares.mT
+
+
+def right_share(s: Tensor, left: Tensor, strides: Sequence[int]) -> Tensor:
+    """s_B = (A²)ᵀ s, laid out in memory like B: the weight of a Linear, for one, arrives transposed"""
+    squares = squared(left)
+    return (s.mT @ squares).mT if by_columns(strides) else squares.mT @ s
+
+
+def squared(factor: Tensor) -> Tensor:
+    """The squares of a factor that may be sparse, in any of the sparse layouts."""
+    return factor * factor
+
+
+def by_columns(strides: Sequence[int]) -> bool:
+    return len(strides) > 1 and strides[-2] < strides[-1]
+
+
+def summand_and_square(node: Node, x: Tensor, g: Share, s: Share) -> list[Share]:
     alpha, beta = saved(node, "alpha"), saved(node, "beta")
-    bias = s if beta == 1 else s * beta**2
-    if alpha != 1:
-        s = s * alpha**2
-    left = s @ saved(node, "mat2").square().t() if needs(node, 1) else None
-    # the weight of a Linear arrives transposed: computed this way its share has the weight's own layout
-    right = (s.t() @ saved(node, "mat1").square()).t() if needs(node, 2) else None
-    return [bias, left, right]
+    return [scaled(s, beta**2), matrix_square(x, scaled(g, alpha), scaled(s, alpha**2)), None]
+
+
+def matrix_square(x: Tensor, g: Share, s: Share) -> Share:
+    """y = x x: s_x = s (x²)ᵀ + (x²)ᵀ s + 2 s ∘ d dᵀ + 2 diag(g), with d the diagonal of x"""
+    share = None
+    if s is not None:
+        squares, d = x.square().mT, x.diagonal(dim1=-2, dim2=-1)
+        share = s @ squares + squares @ s + 2 * s * d.unsqueeze(-1) * d.unsqueeze(-2)
+    if g is None:
+        return share
+    second = torch.diag_embed(2 * g.diagonal(dim1=-2, dim2=-1))
+    return second.expand_as(x) if share is None else share + second
+
+
+def scaled(value: Any, factor: float) -> Any:
+    return value if value is None or factor == 1 else value * factor
+
+
+@linear("MvBackward0", contraction=True)
+def mv(node: Node, s: Tensor) -> list[Share]:
+    """y = A v: s_A = s (v²)ᵀ, s_v = (A²)ᵀ s"""
+    matrix = torch.outer(s, saved(node, "vec").square()) if needs(node, 0) else None
+    vector = squared(saved(node, "self")).t() @ s if needs(node, 1) else None
+    return [matrix, vector]
+
+
+@linear("AddmvBackward0", contraction=True)
+def addmv(node: Node, s: Tensor) -> list[Share]:
+    """y = β b + α A v: s_b = β² s, s_A = α² s (v²)ᵀ, s_v = α² (A²)ᵀ s"""
+    summand = scaled(s, saved(node, "beta") ** 2) if needs(node, 0) else None
+    s = scaled(s, saved(node, "alpha") ** 2)
+    matrix = torch.outer(s, saved(node, "vec").square()) if needs(node, 1) else None
+    vector = squared(saved(node, "mat")).t() @ s if needs(node, 2) else None
+    return [summand, matrix, vector]
+
+
+def addr_same(node: Node, g: Share, s: Share) -> list[Share]:
+    """y = β b + α v vᵀ: s_v = α² (s + sᵀ + 2 diag(s)) v² + 2 α diag(g)"""
+    alpha = saved(node, "alpha")
+    share = None if g is None else 2 * alpha * g.diagonal()
+    if s is not None:
+        squares = saved(node, "vec1").square() * alpha**2
+        first = s @ squares + s.t() @ squares + 2 * s.diagonal() * squares
+        share = first if share is None else share + first
+    return [scaled(s, saved(node, "beta") ** 2), share, None]
+
+
+@linear("AddrBackward0", contraction=True, same=addr_same, refuse=summand_is_factor)
+def addr(node: Node, s: Tensor) -> list[Share]:
+    """y = β b + α u vᵀ: s_b = β² s, s_u = α² s v², s_v = α² sᵀ u²"""
+    summand = scaled(s, saved(node, "beta") ** 2) if needs(node, 0) else None
+    s = scaled(s, saved(node, "alpha") ** 2)
+    left = s @ saved(node, "vec2").square() if needs(node, 1) else None
+    right = s.t() @ saved(node, "vec1").square() if needs(node, 2) else None
+    return [summand, left, right]
+
+
+def dot_same(node: Node, g: Share, s: Share) -> list[Share]:
+    """y = Σ x²: s_x = 4 s x² + 2 g"""
+    x = saved(node, "self")
+    share = None if s is None else 4 * s * x.square()
+    if g is not None:
+        share = (2 * g).expand_as(x) if share is None else share + 2 * g
+    return [share, None]
+
+
+def inner_product(node: Node, s: Tensor, other: str) -> list[Share]:
+    left = s * saved(node, other).square() if needs(node, 0) else None
+    right = s * saved(node, "self").square() if needs(node, 1) else None
+    return [left, right]
+
+
+@linear("DotBackward0", contraction=True, same=dot_same)
+def dot(node: Node, s: Tensor) -> list[Share]:
+    """y = Σ a b: s_a = s b², s_b = s a²"""
+    return inner_product(node, s, "tensor")
+
+
+@linear("VdotBackward0", contraction=True, same=dot_same)
+def vdot(node: Node, s: Tensor) -> list[Share]:
+    """y = Σ a b: s_a = s b², s_b = s a²"""
+    return inner_product(node, s, "other")
+
+
+def cross_same(node: Node, g: Share, s: Share) -> list[Share]:
+    """x × x = 0"""
+    return [None, None]
+
+
+@linear("LinalgCrossBackward0", contraction=True, same=cross_same)
+def cross(node: Node, s: Tensor) -> list[Share]:
+    """y_i = a_j b_k − a_k b_j, (i, j, k) cyclic: s_a at i is s_k b_j² + s_j b_k², and so for b"""
+    dim = dimension(saved(node, "dim"), s.dim())
+    before, after = s.roll(1, dim), s.roll(-1, dim)
+
+    def share(other: Tensor) -> Tensor:
+        squares = other.square()
+        return before * squares.roll(-1, dim) + after * squares.roll(1, dim)
+
+    return [share(saved(node, "other")) if needs(node, 0) else None, share(saved(node, "self")) if needs(node, 1) else None]
+
+
+@linear("TrilinearBackward0", contraction=True)
+def trilinear(node: Node, s: Tensor) -> list[Share]:
+    """y = Σ a b c (nn.Bilinear): J_a = Σ b c over the summed dimensions that a lacks, s_a = Σ s J_a², and so for b and c"""
+    factors = [saved(node, "i1"), saved(node, "i2"), saved(node, "i3")]
+    dims = "abcdefghijklmnopqrstuvwxyz"[: s.dim() + len(saved(node, "sumdim"))]
+    y, *own = [
+        "".join(dim for d, dim in enumerate(dims) if d not in saved(node, absent))
+        for absent in ("sumdim", "expand1", "expand2", "expand3")
+    ]
+    shares: list[Share] = [None, None, None]
+    for i, j, k in ((0, 1, 2), (1, 0, 2), (2, 0, 1)):
+        if needs(node, i):
+            jacobian = "".join(dim for dim in dims if dim in own[j] + own[k] and dim in y + own[i])
+            squares = torch.einsum(f"{own[j]},{own[k]}->{jacobian}", factors[j], factors[k]).square()
+            shares[i] = torch.einsum(f"{y},{jacobian}->{own[i]}", s, squares)
+    return shares
+
+
+@linear("LinearBackward0", contraction=True)
+def linear_layer(node: Node, s: Tensor) -> list[Share]:
+    """y = x wᵀ + b where that is one operator (on Apple GPUs): s_x = s w², s_w = sᵀ x², s_b = s"""
+    x = s @ saved(node, "weight").square() if needs(node, 0) else None
+    weight = by_rows(s).t() @ by_rows(saved(node, "input").square()) if needs(node, 1) else None
+    return [x, weight, s]
+
+
+def by_rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+# distances between all pairs of rows
+
+
+def euclidean_same(node: Node, g: Share, s: Share) -> list[Share]:
+    """y_ij = ‖x_i − x_j‖: one share as the left row and one as the right"""
+    return [plus(*euclidean(node, g, s)), None]
+
+
+@rule("EuclideanDistBackward0", same=euclidean_same)
+def euclidean(node: Node, g: Share, s: Share) -> list[Share]:
+    """y_ij = ‖x_i − z_j‖, a = (s − g/y)/y²: s_x at i is Σ_j a_ij (x_i − z_j)² + g_ij/y_ij, and so for z; zero at y = 0
+
+    The square is multiplied out, here as in y, so that all is matrix products; a y within rounding of zero counts as zero.
+    """
+    x, z, y = saved(node, "x1"), saved(node, "x2"), saved(node, "result")
+    scale = (x * x).sum(-1).unsqueeze(-1) + (z * z).sum(-1).unsqueeze(-2)
+    rounding = (2 + x.shape[-1] ** 0.5) * torch.finfo(node._input_metadata[0].dtype).eps * scale
+    inverse = torch.where(y * y <= rounding, 0, 1 / y)
+    bend = None if g is None else g * inverse
+    slope = plus(s, None if bend is None else -bend)
+    if slope is None:
+        return [None, None]
+    slope = slope * inverse**2
+    center = z.mean(-2, keepdim=True)
+
+    def share(x: Tensor, z: Tensor, slope: Tensor, bend: Share) -> Tensor:
+        squares = x * x * slope.sum(-1, keepdim=True) - 2 * x * (slope @ z) + slope @ (z * z)
+        return squares if bend is None else squares + bend.sum(-1, keepdim=True)
+
+    left = share(x - center, z - center, slope, bend) if needs(node, 0) else None
+    right = share(z - center, x - center, slope.mT, None if bend is None else bend.mT) if needs(node, 1) else None
+    return [left, right]
+
+
+def cdist_same(node: Node, g: Share, s: Share) -> list[Share]:
+    """y_ij = ‖x_i − x_j‖ in any norm: one share as the left row and one as the right"""
+    return [plus(*cdist(node, g, s)), None]
+
+
+@rule("CdistBackward0", same=cdist_same)
+def cdist(node: Node, g: Share, s: Share) -> list[Share]:
+    """y_ij = ‖x_i − z_j‖ in any norm: the norm's rule for every pair, in as much memory as all differences take"""
+    pairs = distance(saved(node, "x1").unsqueeze(-2) - saved(node, "x2").unsqueeze(-3), node, g, s)
+    return [None if pairs is None or not needs(node, i) else pairs.sum(dim) for i, dim in enumerate((-2, -3))]
+
+
+@rule("PdistBackward0")
+def pdist(node: Node, g: Share, s: Share) -> Share:
+    """y = ‖x_i − x_j‖ for i < j, in any norm: the norm's rule for every pair, its share for both of them"""
+    x = saved(node, "self")
+    first, second = torch.triu_indices(len(x), len(x), 1, device=x.device)
+    pairs = distance(x[first] - x[second], node, g, s)
+    return None if pairs is None else torch.zeros_like(x).index_add(0, first, pairs).index_add(0, second, pairs)
+
+
+def distance(difference: Tensor, node: Node, g: Share, s: Share) -> Share:
+    """The share of every difference, along the last dimension, from the norm that is their distance."""
+    p, y = saved(node, "p"), saved(node, "result").unsqueeze(-1)
+    g, s = (None if t is None else t.unsqueeze(-1) for t in (g, s))
+    if math.isinf(p):
+        return chain(difference.sgn() * (difference.abs() == y), None, g, s)
+    slope, ratio = norm_slopes(difference, y, p, (-1,))
+    return chain(slope, norm_bend(slope, ratio, y, p), g, s)

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from . import bilinear, elementwise, indexing, linear_maps, losses, normalization, pooling, reductions, softmax
+from . import (
+    activations,
+    bilinear,
+    convolution,
+    elementwise,
+    indexing,
+    linear_maps,
+    losses,
+    normalization,
+    pooling,
+    reductions,
+    softmax,
+)
 from .table import CASES, Case
 
 __all__ = [
     "CASES",
     "Case",
+    "activations",
     "bilinear",
+    "convolution",
     "elementwise",
     "indexing",
     "linear_maps",

@@ -2,10 +2,198 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from .table import case
+from .table import case, exactly
+
+
+def constant(like: Tensor, *shape: int) -> Tensor:
+    """A factor that needs no share."""
+    return torch.linspace(-1.2, 0.9, torch.Size(shape).numel()).reshape(shape).to(like.dtype)
+
+
+case("mm", torch.mm, (3, 4), (4, 5))
+case("mm left only", lambda x: torch.mm(x, constant(x, 4, 5)), (3, 4))
+case("mm right only", lambda x: torch.mm(constant(x, 3, 4), x), (4, 5))
+case("mm transposed", lambda a, b: torch.mm(a.t(), b.t()), (4, 3), (5, 4))
+case("mm strided", lambda a, b: torch.mm(a[::2, 1:], b[:, ::2]), (6, 5), (4, 6))
+case("mm empty", torch.mm, (3, 0), (0, 5))
+case("mm with itself", lambda x: torch.mm(x, x), (4, 4))
 
 case("addmm", lambda b, x, w: torch.addmm(b, x, w, alpha=2, beta=3), (5,), (3, 4), (4, 5))
+case("addmm matrix summand", lambda b, x, w: torch.addmm(b, x, w, alpha=-0.5), (3, 5), (3, 4), (4, 5))
+case("addmm column summand", lambda b, x, w: torch.addmm(b, x, w, beta=-2), (3, 1), (3, 4), (4, 5))
+case("addmm beta=0", lambda b, x, w: torch.addmm(b, x, w, beta=0), (5,), (3, 4), (4, 5))
+case("addmm alpha=0", lambda b, x, w: torch.addmm(b, x, w, alpha=0), (5,), (3, 4), (4, 5))
+case("addmm summand only", lambda b: torch.addmm(b, constant(b, 3, 4), constant(b, 4, 5), beta=2), (5,))
+case("addmm left only", lambda x: torch.addmm(constant(x, 5), x, constant(x, 4, 5), alpha=3), (3, 4))
+case("addmm right only", lambda w: torch.addmm(constant(w, 5), constant(w, 3, 4), w, alpha=3), (4, 5))
+case("addmm square", lambda b, x: torch.addmm(b, x, x, alpha=2, beta=3), (4,), (4, 4))
+case("addmm square, constant summand", lambda x: torch.addmm(constant(x, 4), x, x, alpha=-2), (4, 4))
+
+
+def sparse(like: Tensor, layout: torch.layout) -> Tensor:
+    return torch.tensor([[0.0, 1.5, 0.0], [-2.0, 0.0, 0.5]], dtype=like.dtype).to_sparse(layout=layout)
+
+
+for kind in (torch.sparse_coo, torch.sparse_csr):
+    case(f"mm {kind}", lambda x, kind=kind: sparse(x, kind) @ x, (3, 4))
+    case(f"mm {kind} transposed", lambda x, kind=kind: sparse(x, kind) @ x.t(), (4, 3))
+    case(f"mv {kind}", lambda x, kind=kind: torch.mv(sparse(x, kind), x), (3,))
+    case(f"addmm {kind}", lambda b, x, kind=kind: torch.addmm(b, sparse(x, kind), x), (2, 4), (3, 4))
+    case(f"sparse.mm {kind}", lambda x, kind=kind: torch.sparse.mm(sparse(x, kind), x), (3, 4))
+case(
+    "sparse.addmm",
+    lambda b, x: torch.sparse.addmm(b, sparse(x, torch.sparse_coo), x, alpha=2, beta=3),
+    (2, 4),
+    (3, 4),
+)
+
 case("linear", F.linear, (3, 4), (5, 4), (5,))
+case("linear without bias", F.linear, (3, 4), (5, 4))
+case("linear first layer", lambda w, b: F.linear(constant(w, 3, 4), w, b), (5, 4), (5,))
+case("linear frozen", lambda x: F.linear(x, constant(x, 5, 4), constant(x, 5)), (3, 4))
+case("linear one sample", F.linear, (4,), (5, 4), (5,))
+case("linear one sample without bias", F.linear, (4,), (5, 4))
+case("linear 3-d", F.linear, (2, 3, 4), (5, 4), (5,))
+case("linear 3-d without bias", F.linear, (2, 3, 4), (5, 4))
+case("linear 3-d transposed", lambda x, w, b: F.linear(x.transpose(0, 1), w, b), (3, 2, 4), (5, 4), (5,))
+case("linear 4-d", F.linear, (2, 2, 3, 4), (5, 4), (5,))
+case("linear vector weight", F.linear, (3, 4), (4,))
+
+case("mv", torch.mv, (3, 4), (4,))
+case("mv matrix only", lambda x: torch.mv(x, constant(x, 4)), (3, 4))
+case("mv vector only", lambda x: torch.mv(constant(x, 3, 4), x), (4,))
+case("addmv", lambda b, a, v: torch.addmv(b, a, v, alpha=2, beta=3), (3,), (3, 4), (4,))
+case("addmv scalar summand", lambda b, a, v: torch.addmv(b, a, v, beta=0.5), (1,), (3, 4), (4,))
+case("addmv matrix only", lambda a: torch.addmv(constant(a, 3), a, constant(a, 4), alpha=-2), (3, 4))
+case("addmv vector only", lambda v: torch.addmv(constant(v, 3), constant(v, 3, 4), v, alpha=-2), (4,))
+
+case("bmm", torch.bmm, (2, 3, 4), (2, 4, 5))
+case("bmm left only", lambda x: torch.bmm(x, constant(x, 2, 4, 5)), (2, 3, 4))
+case("bmm right only", lambda x: torch.bmm(constant(x, 2, 3, 4), x), (2, 4, 5))
+case("bmm transposed", lambda q, k: torch.bmm(q.mT, k.mT), (2, 4, 3), (2, 5, 4))
+case("bmm with itself", lambda x: torch.bmm(x, x), (2, 3, 3))
+case("baddbmm", lambda b, x, y: torch.baddbmm(b, x, y, alpha=2, beta=3), (2, 3, 5), (2, 3, 4), (2, 4, 5))
+case("baddbmm row summand", lambda b, x, y: torch.baddbmm(b, x, y, beta=0.5), (5,), (2, 3, 4), (2, 4, 5))
+case("baddbmm beta=0", lambda b, x, y: torch.baddbmm(b, x, y, beta=0), (2, 1, 5), (2, 3, 4), (2, 4, 5))
+case("baddbmm right only", lambda y: torch.baddbmm(constant(y, 5), constant(y, 2, 3, 4), y, alpha=2), (2, 4, 5))
+case("baddbmm square", lambda b, x: torch.baddbmm(b, x, x, alpha=2, beta=3), (2, 3, 3), (2, 3, 3))
+case("addbmm", lambda b, x, y: torch.addbmm(b, x, y, alpha=2, beta=3), (3, 5), (2, 3, 4), (2, 4, 5))
+case("addbmm row summand", lambda b, x, y: torch.addbmm(b, x, y), (5,), (2, 3, 4), (2, 4, 5))
+case("addbmm transposed", lambda b, x, y: torch.addbmm(b, x.mT, y.mT), (5,), (2, 4, 3), (2, 5, 4))
+case("addbmm left only", lambda x: torch.addbmm(constant(x, 5), x, constant(x, 2, 4, 5)), (2, 3, 4))
+case("addbmm square", lambda b, x: torch.addbmm(b, x, x, alpha=2, beta=3), (3, 3), (2, 3, 3))
+
+case("addr", lambda b, u, v: torch.addr(b, u, v, alpha=2, beta=3), (3, 4), (3,), (4,))
+case("addr row summand", lambda b, u, v: torch.addr(b, u, v, beta=0.5), (4,), (3,), (4,))
+case("addr left only", lambda u: torch.addr(constant(u, 4), u, constant(u, 4)), (3,))
+case("addr right only", lambda v: torch.addr(constant(v, 4), constant(v, 3), v), (4,))
+case("addr square", lambda b, v: torch.addr(b, v, v, alpha=2, beta=3), (3,), (3,))
+case("outer", torch.outer, (3,), (4,))
+case("dot", torch.dot, (4,), (4,))
+case("dot left only", lambda x: torch.dot(x, constant(x, 4)), (4,))
+case("dot right only", lambda x: torch.dot(constant(x, 4), x), (4,))
+case("dot with itself", lambda x: torch.dot(x, x), (4,))
+case("vdot", torch.vdot, (4,), (4,))
+case("vdot left only", lambda x: torch.vdot(x, constant(x, 4)), (4,))
+case("vdot with itself", lambda x: torch.vdot(x, x), (4,))
+
+for shape in ((3,), (2, 3), (4, 2, 3), (1, 2, 3), (2, 4, 2, 3)):
+    for other in ((3,), (3, 5), (4, 3, 2), (2, 1, 3, 2)):
+        case(f"matmul {shape}, {other}", torch.matmul, shape, other)
+
+case("einsum matrices", lambda a, b: torch.einsum("ij,kj->ki", a, b), (3, 4), (2, 4))
+case("einsum batches", lambda a, b: torch.einsum("bqhd,bkhd->bhqk", a, b), (2, 3, 2, 4), (2, 2, 2, 4))
+case("einsum outer", lambda a, b: torch.einsum("i,j->ji", a, b), (3,), (4,))
+case("einsum diagonal", lambda a, b: torch.einsum("ii,ij->j", a, b), (3, 3), (3, 4))
+case("einsum sum", lambda a, b: torch.einsum("...ij,jk->...k", a, b), (2, 3, 4), (4, 5))
+case("tensordot", lambda a, b: torch.tensordot(a, b, dims=([1, 2], [1, 0])), (2, 3, 4), (4, 3, 5))
+case("tensordot outer", lambda a, b: torch.tensordot(a, b, dims=0), (2, 3), (4,))
+case("inner", torch.inner, (2, 3), (4, 3))
+case("inner vectors", torch.inner, (3,), (3,))
+case("vecdot", torch.linalg.vecdot, (2, 3), (2, 3))
+case("kron", torch.kron, (2, 3), (3, 2))
+case("multi_dot", lambda a, b: torch.linalg.multi_dot([a, b]), (2, 3), (3, 4))
+case("matrix_power", lambda x: torch.linalg.matrix_power(x, 2), (3, 3))
+
+case("cross", torch.linalg.cross, (4, 3), (4, 3))
+case("cross dim", lambda a, b: torch.cross(a, b, dim=0), (3, 2), (3, 2))
+case("cross broadcast", lambda a, b: torch.linalg.cross(a, b, dim=-2), (3, 1), (3, 4))
+case("cross left only", lambda x: torch.linalg.cross(x, constant(x, 2, 3)), (1, 3))
+case("cross right only", lambda x: torch.linalg.cross(constant(x, 2, 3), x), (2, 3))
+case("cross with itself", lambda x: torch.linalg.cross(x, x), (2, 3))
+
+case("bilinear", F.bilinear, (3, 4), (3, 2), (5, 4, 2), (5,))
+case("bilinear without bias", F.bilinear, (2, 3, 4), (2, 3, 2), (5, 4, 2))
+case("bilinear first input", lambda x: F.bilinear(x, constant(x, 3, 2), constant(x, 5, 4, 2)), (3, 4))
+case("bilinear second input", lambda x: F.bilinear(constant(x, 3, 4), x, constant(x, 5, 4, 2)), (3, 2))
+case("bilinear weight", lambda w: F.bilinear(constant(w, 3, 4), constant(w, 3, 2), w), (5, 4, 2))
+
+
+def written_out(fused: Callable[..., Tensor], plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """An operator that PyTorch differentiates once only: its gradient is made that of the same thing in plain operators."""
+
+    def function(*inputs: Tensor) -> Tensor:
+        arrived: list[Tensor] = []
+
+        def detach(gradients: tuple[Tensor]) -> tuple[Tensor]:
+            arrived[:] = gradients
+            return (gradients[0].detach(),)
+
+        def replace(pulled: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...] | None:
+            if not torch.is_grad_enabled():
+                return None
+            gradients = torch.autograd.grad(
+                plain(*inputs), inputs, arrived[0].view_as(y), create_graph=True, materialize_grads=True
+            )
+            padded = (*gradients, torch.zeros_like(inputs[0]))  # a tensor that stands twice gets all of it the first time
+            return tuple(None if old is None else new for old, new in zip(pulled, padded, strict=False))
+
+        with torch.autograd.graph.saved_tensors_hooks(torch.detach, lambda tensor: tensor):
+            y = fused(*inputs)
+        node = y.grad_fn.next_functions[0][0] if y.grad_fn.name() == "ViewBackward0" else y.grad_fn
+        node.register_prehook(detach)
+        node.register_hook(replace)
+        return y
+
+    return function
+
+
+def distances(x: Tensor, z: Tensor, p: float = 2) -> Tensor:
+    """Between all pairs of rows; zero and without a gradient where these are equal."""
+    difference = x.unsqueeze(-2) - z.unsqueeze(-3)
+    apart = (difference != 0).any(-1)
+    return torch.where(apart, torch.linalg.vector_norm(torch.where(apart.unsqueeze(-1), difference, 1), p, -1), 0)
+
+
+def by_products(x: Tensor, z: Tensor) -> Tensor:
+    return torch.cdist(x, z, compute_mode="use_mm_for_euclid_dist")
+
+
+def cdist_case(name: str, *inputs: Any, p: float = 2) -> None:
+    function = written_out(lambda x, z: torch.cdist(x, z, p), lambda x, z: distances(x, z, p))
+    case(name, function, *inputs, low_precision=False)
+
+
+for p in (0.0, 0.7, 1.0, 1.5, 2.0, 3.0, float("inf")):
+    cdist_case(f"cdist p={p}", (3, 4), (2, 4), p=p)
+    pairs = written_out(lambda x, p=p: F.pdist(x, p), lambda x, p=p: distances(x, x, p)[tuple(torch.triu_indices(4, 4, 1))])
+    case(f"pdist p={p}", pairs, (4, 3), low_precision=False)
+    among = written_out(lambda x, p=p: torch.cdist(x, x, p), lambda x, p=p: distances(x, x, p))
+    case(f"cdist with itself p={p}", among, (3, 4), low_precision=False)
+cdist_case("cdist batches", (2, 3, 4), (2, 4))
+cdist_case("cdist batches right", (3, 4), (2, 1, 2, 4))
+cdist_case("cdist equal rows", exactly([[0.0, 1.0], [2.0, 0.0]]), exactly([[2.0, 0.0], [0.0, 0.5], [2.0, 1.0]]))
+left = written_out(lambda x: torch.cdist(x, constant(x, 2, 4)), lambda x: distances(x, constant(x, 2, 4)))
+case("cdist left only", left, (3, 4), low_precision=False)
+case("cdist by products", by_products, (3, 4), (2, 4))
+case("cdist by products, batches", by_products, (2, 3, 4), (2, 4))
+case("cdist by products, right only", lambda x: by_products(constant(x, 2, 4), x), (3, 4))
+case("cdist by products, equal rows", by_products, exactly([[0.0, 1.0], [2.0, 0.0]]), exactly([[2.0, 0.0], [0.0, 0.5]]))
+case("cdist by products, with itself", written_out(lambda x: by_products(x, x), lambda x: distances(x, x)), (3, 4))
