@@ -1,0 +1,54 @@
+# Everything runs in .venv, which these targets make and keep up to date: nothing has to be installed or active beforehand.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PYTEST := $(BIN)/python -m pytest -n 2 --cov --cov-report=term
+
+.DELETE_ON_ERROR:
+.PHONY: help run test test-all lint format docs clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' Makefile
+
+run: $(VENV)/.experiments ## train a small network and compare its Hessian diagonals with the exact one; plot in out/
+	@$(BIN)/python -m hesscale.demo
+
+test: lint ## lint, type check, tests, coverage
+	$(PYTEST)
+
+test-all: lint ## the same with the slow integration tests
+	$(PYTEST) -m ""
+
+lint: $(VENV)/.dev ## ruff and mypy alone
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy --strict
+
+format: $(VENV)/.dev ## let ruff format the code and fix what it can
+	$(BIN)/python -m ruff check --fix .
+	$(BIN)/python -m ruff format .
+
+docs: $(VENV)/.experiments ## write docs/operators.md anew from the rules
+	$(BIN)/python docs/generate.py
+
+clean: ## remove the environment, caches and plots
+	rm -rf $(VENV) out build dist *.egg-info .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# One stamp per extra of pyproject.toml: installed again when the requirements change.
+$(VENV)/.experiments $(VENV)/.dev: $(VENV)/.%: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing hesscale[$*] into $(VENV); the first time takes a few minutes, torch is large"
+	@$(INSTALL) setuptools
+	@$(INSTALL) --no-build-isolation -e ".[$*]"
+	@# BackPACK asks for torchvision, which it does not need
+	@if [ $* = dev ]; then $(INSTALL) --no-deps backpack-for-pytorch; fi
+	@touch $@
+
+$(BIN)/python:
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: install Python 3.10 or newer, or name one: make PYTHON=…" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "$$($(PYTHON) --version) is too old: name a Python 3.10 or newer with make PYTHON=…" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+		{ echo "$(PYTHON) comes without venv: install it (Debian and Ubuntu: the package python3-venv)" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV)

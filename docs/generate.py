@@ -1,0 +1,44 @@
+"""Write docs/operators.md from the rules; with ``--check``, fail if the page on disk is not what would be written."""
+
+from __future__ import annotations
+
+import sys
+from itertools import groupby
+from pathlib import Path
+
+import hesscale
+from hesscale.rules import REFUSED
+
+PAGE = Path(__file__).with_name("operators.md")
+
+
+def page() -> str:
+    operators = hesscale.operators()
+    lines = [
+        "# Operators",
+        "",
+        "Every autograd node that has a curvature rule, and its maths: `hesscale.operators()`, written here by `make docs`.",
+        "`print(loss.grad_fn)` shows which node an operator makes; `hesscale.explain(loss)` shows those of a whole loss.",
+        "[The recursion](recursion.md) explains the letters.",
+    ]
+    for family, members in groupby(sorted(operators, key=lambda operator: operator.family), key=lambda operator: operator.family):
+        lines += ["", f"## [{family.replace('_', ' ')}](../hesscale/rules/{family}.py)", "", "| node | rule |", "| --- | --- |"]
+        lines += [f"| `{operator.name}` | {cell(operator.summary)} |" for operator in members]
+    if REFUSED:
+        lines += ["", "## Refused by name", "", "| the node's name holds | why, and what to do |", "| --- | --- |"]
+        lines += [f"| `{name}` | {cell(reason)} |" for name, reason in sorted(REFUSED.items())]
+    return "\n".join(lines) + "\n"
+
+
+def cell(text: str) -> str:
+    """Text that Markdown leaves alone inside a table."""
+    for mark in "\\|*_<":
+        text = text.replace(mark, f"\\{mark}")
+    return text
+
+
+if __name__ == "__main__":
+    if "--check" not in sys.argv[1:]:
+        PAGE.write_text(page(), encoding="utf-8")
+    elif not PAGE.exists() or PAGE.read_text(encoding="utf-8") != page():
+        sys.exit(f"docs/{PAGE.name} is out of date: run make docs")

@@ -1,0 +1,61 @@
+"""The documentation is true: its Python runs and prints what it says, its links lead somewhere, its operators are all there."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hesscale.rules import RULES
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
+
+
+@pytest.fixture
+def rules_restored():
+    """Rules that a page registers end with it."""
+    before = dict(RULES)
+    yield
+    RULES.clear()
+    RULES.update(before)
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.usefixtures("rules_restored")
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_code_runs_and_prints_what_the_page_says(page):
+    """A ``text`` block after a ``python`` block is what that prints."""
+    namespace = {"__name__": "__main__"}
+    text = page.read_text(encoding="utf-8")
+    printed = ""
+    for block in BLOCK.finditer(text):
+        language, content = block.groups()
+        if language == "python":
+            line = text.count("\n", 0, block.start()) + 1
+            with contextlib.redirect_stdout(io.StringIO()) as output:
+                exec(compile("\n" * line + content, str(page), "exec"), namespace)
+            printed = output.getvalue()
+        elif language == "text":
+            assert content == printed
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_to_files(page):
+    for target in LINK.findall(page.read_text(encoding="utf-8")):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_page_of_operators_is_up_to_date():
+    done = subprocess.run([sys.executable, ROOT / "docs/generate.py", "--check"], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
