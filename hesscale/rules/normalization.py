@@ -1,1 +1,176 @@
-"""Normalization layers."""
+"""Normalization over groups of m entries: y = γ x̂ + β, where x̂ = (x − x̄)/σ with σ² = var x + ε, or x̂ = x/σ with σ² = mean x² + ε.
+
+Every rule is the same few sums over a group, in linear time. With a = γ g and t = γ² s the input's share is
+
+    (t_i − 2 x̂_i (t_i x̂_i + a_i)/m + c₀ + c₁ x̂_i + c₂ x̂_i²)/σ²
+    c₀ = −Σ a x̂/m        c₁ = 0        c₂ = Σ (t x̂² + 3 a x̂)/m²
+
+and where the mean is subtracted, t_i becomes (1 − 2/m) t_i, c₀ gains Σ (t + a x̂)/m², and c₁ = 2 Σ (t x̂ + a)/m². The weight's
+share is Σ s x̂² and the bias's Σ s, over all that they multiply or shift.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .registry import Node, Share, chain, dimension, needs, rule, saved
+
+AFFINE = (True, False, False)  # y is linear in weight and bias
+
+
+def of_input(
+    normed: Tensor, scale: Tensor, a: Share, t: Share, dims: tuple[int, ...], m: int, *, centred: bool = True, whole: bool = True
+) -> Share:
+    """The input's share, for x̂ = ``normed`` and 1/σ = ``scale``; without the term in 2 x̂_i/m unless ``whole``."""
+    slope = a if t is None else t * normed if a is None else (t * normed).add_(a)
+    if slope is None:
+        return None
+    both = (slope * normed).sum(dims, keepdim=True)
+    tilt = torch.zeros_like(both) if a is None else both if t is None else (a * normed).sum(dims, keepdim=True)
+    constant = tilt * ((1 / m - 1) / m if centred else -1 / m)
+    share = normed * (torch.add(both, tilt, alpha=2) / m**2)
+    if whole:
+        share.add_(slope, alpha=-2 / m)
+    if centred:
+        share.add_(slope.sum(dims, keepdim=True), alpha=2 / m**2)
+        if t is not None:
+            constant.add_(t.sum(dims, keepdim=True), alpha=1 / m**2)
+    share.mul_(normed).add_(constant)
+    if t is not None:
+        share.add_(t, alpha=1 - 2 / m if centred else 1)
+    return share.mul_(scale * scale)
+
+
+def times(value: Share, weight: Share) -> Share:
+    return value if value is None or weight is None else value * weight
+
+
+def squared(weight: Share) -> Share:
+    return None if weight is None else weight * weight
+
+
+def shaped(value: Any, *shape: int) -> Any:
+    return None if value is None else value.reshape(shape)
+
+
+@rule("NativeLayerNormBackward0", curved=AFFINE)
+def layer_norm(node: Node, g: Share, s: Share) -> list[Share]:
+    """over the last dimensions; weight Σ s x̂², bias Σ s"""
+    shape, scale, weight = saved(node, "normalized_shape"), saved(node, "result2"), saved(node, "weight")
+    normed = (saved(node, "input") - saved(node, "result1")).mul_(scale)
+    dims, m = tuple(range(-len(shape), 0)), math.prod(shape)
+    return [
+        of_input(normed, scale, times(g, weight), times(s, squared(weight)), dims, m) if needs(node, 0) else None,
+        times(s, normed * normed) if needs(node, 1) else None,
+        s,
+    ]
+
+
+@rule("FusedRmsNormBackward0", curved=AFFINE[:2])
+def rms_norm(node: Node, g: Share, s: Share) -> list[Share]:
+    """over the last dimensions, about zero; not whole, so as to agree with x · rsqrt(mean x² + ε) operator by operator"""
+    x, shape, weight = saved(node, "input"), saved(node, "normalized_shape"), saved(node, "weight")
+    dims, m = tuple(range(-len(shape), 0)), math.prod(shape)
+    scale = saved(node, "result1").reshape(*x.shape[: -len(shape)], *[1] * len(shape))
+    normed, a, t = x * scale, times(g, weight), times(s, squared(weight))
+    return [
+        of_input(normed, scale, a, t, dims, m, centred=False, whole=False) if needs(node, 0) else None,
+        times(s, normed * normed) if needs(node, 1) else None,
+    ]
+
+
+@rule("WeightNormInterfaceBackward0", curved=AFFINE[:2])
+def weight_norm(node: Node, g: Share, s: Share) -> list[Share]:
+    """w = γ v/‖v‖: about zero, with ‖v‖² a sum in place of a mean (m = 1)"""
+    v, weight = saved(node, "v"), saved(node, "g")
+    kept = dimension(saved(node, "dim"), v.dim())
+    dims = tuple(d for d in range(v.dim()) if d != kept)
+    scale = 1 / saved(node, "result1")
+    normed = v * scale
+    return [
+        of_input(normed, scale, times(g, weight), times(s, squared(weight)), dims, 1, centred=False) if needs(node, 0) else None,
+        times(s, normed * normed) if needs(node, 1) else None,
+    ]
+
+
+@rule("NativeGroupNormBackward0", many=True, curved=AFFINE)
+def group_norm(node: Node, g: tuple[Share, ...], s: tuple[Share, ...]) -> list[Share]:
+    """over the channels of a group and all positions; weight Σ s x̂², bias Σ s"""
+    x, weight, groups = saved(node, "input"), saved(node, "weight"), saved(node, "group")
+    batch, channels = x.shape[:2]
+    g_y, s_y = (shaped(v, batch, groups, channels // groups, -1) for v in (g[0], s[0]))
+    s_mean, g_scale, s_scale = (shaped(v, batch, groups, 1, 1) for v in (s[1], g[2], s[2]))
+    mean, scale = (shaped(saved(node, name), batch, groups, 1, 1) for name in ("result1", "result2"))
+    weight = shaped(weight, groups, -1, 1)
+    normed = (shaped(x, batch, groups, channels // groups, -1) - mean).mul_(scale)
+    m = normed.shape[2] * normed.shape[3]
+    share = of_input(normed, scale, times(g_y, weight), times(s_y, squared(weight)), (2, 3), m) if needs(node, 0) else None
+    if not (s_mean is None and g_scale is None and s_scale is None):
+        share = of_statistics(normed, scale, m, s_mean, g_scale, s_scale).add_(0 if share is None else share)
+    return [
+        shaped(share, *x.shape),
+        None if s_y is None or not needs(node, 1) else (s_y * normed * normed).sum((0, 3)).reshape(-1),
+        None if s_y is None or not needs(node, 2) else s_y.sum((0, 3)).reshape(-1),
+    ]
+
+
+def of_statistics(normed: Tensor, scale: Tensor, m: int, s_mean: Share, g_scale: Share, s_scale: Share) -> Tensor:
+    """The input's share by way of x̄ and 1/σ: ∂x̄ = 1/m, ∂(1/σ) = −x̂/(m σ²), ∂²(1/σ) = (3 x̂²/m − 1 + 1/m)/(m σ³)"""
+    share = torch.zeros_like(normed) if s_mean is None else (s_mean / m**2).expand_as(normed).clone()
+    second = (3 / m * normed**2 - 1 + 1 / m) * scale**3 / m
+    bend = chain(normed * scale**2 / m, second, g_scale, s_scale)
+    return share if bend is None else share.add_(bend)
+
+
+@rule(
+    "NativeBatchNormBackward0",
+    "NativeBatchNormLegitBackward0",
+    "NativeBatchNormLegitBackward1",
+    "BatchNormWithUpdateBackward0",
+    "CudnnBatchNormBackward0",
+    "MiopenBatchNormBackward0",
+    curved=AFFINE,
+)
+def batch_norm(node: Node, g: Share, s: Share) -> list[Share]:
+    """over batch and positions in training, else as below"""
+    if node.name() != "BatchNormWithUpdateBackward0" and not saved(node, "training"):
+        return batch_norm_in_evaluation(node, g, s)
+    x = saved(node, "input")
+    mean, scale, weight = per_channel(x, saved(node, "result1"), saved(node, "result2"), saved(node, "weight"))
+    dims, m = positions(x), x.numel() // max(x.shape[1], 1)
+    normed = (x - mean).mul_(scale)
+    return [
+        of_input(normed, scale, times(g, weight), times(s, squared(weight)), dims, m) if needs(node, 0) else None,
+        None if s is None or not needs(node, 1) else (s * normed * normed).sum(dims),
+        None if s is None or not needs(node, 2) else s.sum(dims),
+    ]
+
+
+@rule("NativeBatchNormLegitNoTrainingBackward0", "BatchNormNoUpdateBackward0", curved=False, fan_in=False)
+def batch_norm_in_evaluation(node: Node, g: Share, s: Share) -> list[Share]:
+    """by constant statistics: (γ/σ)² s"""
+    if s is None:
+        return [None, None, None]
+    x, epsilon = saved(node, "input"), saved(node, "eps" if hasattr(node, "_saved_eps") else "epsilon")
+    scale = (saved(node, "running_var") + epsilon).rsqrt()
+    mean, scale, weight = per_channel(x, saved(node, "running_mean"), scale, saved(node, "weight"))
+    dims = positions(x)
+    return [
+        s * (scale if weight is None else scale * weight).square() if needs(node, 0) else None,
+        (s * ((x - mean) * scale).square()).sum(dims) if needs(node, 1) else None,
+        s.sum(dims) if needs(node, 2) else None,
+    ]
+
+
+def positions(x: Tensor) -> tuple[int, ...]:
+    """Every dimension but that of the channels."""
+    return (0, *range(2, x.dim()))
+
+
+def per_channel(x: Tensor, *vectors: Any) -> list[Any]:
+    """Vectors over the channels of x, in a shape that broadcasts with it."""
+    return [shaped(vector, -1, *[1] * (x.dim() - 2)) for vector in vectors]

@@ -2,19 +2,51 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from .registry import BL89, Node, Share, chain, dimension, rule, saved
+
+
+@rule("SoftmaxBackward0", "SafeSoftmaxBackward0")
+def softmax(node: Node, g: Share, s: Share) -> Share:
+    """q = y: w_i − 2 q_i w_i + q_i² Σ_k s_k q_k² with w_i = s_i q_i² + q_i (g_i − Σ_k g_k q_k)"""
+    q = saved(node, "result")
+    dim = dimension(saved(node, "dim"), q.dim())
+    bend = None if g is None else through_softmax(q, g, dim)
+    if s is None:
+        return None if bend is None else bend * (1 - 2 * q)
+    w = (s * q).mul_(q)
+    share = q * w.sum(dim, keepdim=True)
+    if bend is not None:
+        w += bend
+    return share.sub_(w, alpha=2).mul_(q).add_(w)
+
+
+def through_softmax(q: Tensor, g: Tensor, dim: int) -> Tensor:
+    """q_i (g_i − Σ_k g_k q_k)"""
+    weighted = g * q
+    return weighted.addcmul_(q, weighted.sum(dim, keepdim=True), value=-1)
 
 
 @rule("LogSoftmaxBackward0")
 def log_softmax(node: Node, g: Share, s: Share) -> Share:
-    """q = softmax: s_i (1 − 2 q_i) + q_i² Σ_k s_k − (q_i − q_i²) Σ_k g_k"""
+    """q = exp y: s_i (1 − 2 q_i) + q_i² Σ_k s_k − (q_i − q_i²) Σ_k g_k"""
     q = saved(node, "result").exp()
     dim = dimension(saved(node, "dim"), q.dim())
-    share = None if s is None else s * (1 - 2 * q) + q * q * s.sum(dim, keepdim=True)
     if g is None:
-        return share
-    bend = (q * q - q) * g.sum(dim, keepdim=True)
-    return bend if share is None else share + bend
+        return None if s is None else (q * s.sum(dim, keepdim=True)).sub_(s, alpha=2).mul_(q).add_(s)
+    slope = g.sum(dim, keepdim=True)
+    if s is None:
+        return (q - 1).mul_(slope).mul_(q)
+    return (q * (s.sum(dim, keepdim=True) + slope)).sub_(slope).sub_(s, alpha=2).mul_(q).add_(s)
+
+
+@rule("SoftmaxBackward0", "SafeSoftmaxBackward0", table=BL89)
+def softmax_bl89(node: Node, g: Share, s: Share) -> Share:
+    """as if elementwise: f' = q (1 − q), f'' = f' (1 − 2 q)"""
+    q = saved(node, "result")
+    first = q - q * q
+    return chain(first, first * (1 - 2 * q), g, s)
 
 
 @rule("LogSoftmaxBackward0", table=BL89)
