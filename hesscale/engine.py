@@ -7,6 +7,7 @@ At a leaf the sum of the shares is the parameter's ``hess_diag``.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -64,11 +65,13 @@ def backward(
     check_loss(loss)
     wanted = None if inputs is None else as_tensors(inputs, "inputs")
     plan = Plan(loss, method=method, outputs=outputs, wanted=wanted, head=head, fallback=fallback)
+    fresh = [not (tensor.is_leaf or tensor.retains_grad) or tensor.grad is None for tensor in wanted or ()]
     with plan.hooks():
         torch.autograd.backward(loss, inputs=wanted, retain_graph=retain_graph)
-    for tensor, edge in zip(wanted or (), plan.wanted, strict=True):
-        if not tensor.is_leaf:
-            accumulate(tensor, plan.diagonals.get(edge), False)
+    plan.fill_the_flat()
+    for tensor, edge, afresh in zip(wanted or (), plan.wanted, fresh, strict=True):
+        if tensor.grad is not None:
+            accumulate(tensor, plan.diagonals.get(edge), afresh)
 
 
 def grad(
@@ -126,19 +129,19 @@ class Plan:
         ends = None if outputs is None else {edge_of(tensor) for tensor in as_tensors(outputs, "outputs")}
         if ends and not ends <= {edge for node in order for edge in node.next_functions} | {edge_of(loss)}:
             raise ValueError("outputs holds a tensor that is not in the graph of the loss")
-        if wanted is not None:
-            order = leading_to(order, self.wanted)
-        self.steps = steps_of(order, method=method, fallback=fallback)
+        self.steps = steps_of(order if wanted is None else leading_to(order, self.wanted), method=method, fallback=fallback)
         self.gauss_newton = method == "hesscale_gn"
         self.head = heads.Head.empty()
         if method != "bl89" and (head == "exact" or self.gauss_newton):
             self.head = heads.find(self.steps, ends, self.wanted)
         self.loss = loss
+        self.double_backward = head == "exact" and method != "bl89"
+        self.task: int | None = None
         self.diagonals: dict[Edge, Tensor] = {}
         self.owned: set[Edge] = set()  # where the diagonal's memory is ours alone
         self.exact: dict[Edge, heads.Exact] = {}
-        self.double_backward = head == "exact" and method != "bl89"
-        self.task: int | None = None
+        self.riders: dict[Node, Step] = {}
+        self.leaves = {step.node: step.node.variable.grad is None for step in self.steps if step.rule is None}
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
@@ -147,26 +150,45 @@ class Plan:
             self.exact = heads.exact_diagonals(self.loss, self.head)
         self.diagonals.update((edge, fit(exact.diagonal, metadata(edge))) for edge, exact in self.exact.items())
         settled = self.head.settled(self.exact, self.kept)
+        self.riders = self.find_riders()
         quiet = without_autocast if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda") else lambda visit: visit
         handles = []
         try:
             for step in self.steps:
-                if step.node not in settled:
+                if step.node not in settled and step.node not in self.riders:
                     handles.append(step.node.register_prehook(quiet(self.hook(step))))
             yield
         finally:
             for handle in handles:
                 handle.remove()
 
+    def find_riders(self) -> dict[Node, Step]:
+        """Nodes that need no hook: one consumer gives them all their curvature, and they need no gradient to pass it on."""
+        consumers = Counter([child for step in self.steps for child, _ in step.edges])
+        busy = {node for node, _ in self.kept} | {node for node, _ in self.exact}
+        return {
+            step.node: step
+            for step in self.steps
+            if consumers[step.node] < 2 and step.node not in busy and not self.waits_for_gradient(step)
+        }
+
+    def waits_for_gradient(self, step: Step) -> bool:
+        node, rule, _, repeated = step
+        if rule is None:
+            return False
+        return rule.many or (rule.uses_gradient(repeated) and (not self.gauss_newton or node in self.head.nodes))
+
     def hook(self, step: Step) -> Callable[[Sequence[Tensor | None]], None]:
         """What happens when PyTorch's engine reaches this node with the gradients at its outputs."""
         node, rule, _, repeated = step
-        if rule is None:
-            return lambda gradients: self.arrive(node, gradients[0])
-        function = rule.same if repeated and rule.joint and rule.same is not None else rule.function
         keeps_gradient = node in self.head.nodes or not self.gauss_newton
-        bends = rule.uses_gradient(repeated)
-        if rule.many:
+        if rule is None:
+
+            def visit(gradients: Sequence[Tensor | None]) -> None:
+                if gradients[0] is not None and not self.is_nested():
+                    self.arrive(node, self.diagonals.pop((node, 0), None), (node, 0) in self.owned)
+
+        elif rule.many:
             tensors = [(node, i) for i in range(len(node._input_metadata))]
 
             def visit(gradients: Sequence[Tensor | None]) -> None:
@@ -174,9 +196,11 @@ class Plan:
                     return
                 s = tuple([self.take(tensor) for tensor in tensors])
                 g = tuple([carried(t) if keeps_gradient else None for t in gradients])
-                if not is_zero(s) or (bends and not is_zero(g)):
-                    self.give(step, function(node, g, s), None)
+                if not is_zero(s) or (rule.uses_gradient(repeated) and not is_zero(g)):
+                    self.give(step, step.function(node, g, s), None, False)
+
         else:
+            bends = rule.uses_gradient(repeated)
 
             def visit(gradients: Sequence[Tensor | None]) -> None:
                 if self.is_nested():
@@ -184,7 +208,7 @@ class Plan:
                 s = self.take((node, 0))
                 g = carried(gradients[0]) if keeps_gradient else None
                 if s is not None or (bends and g is not None):
-                    self.give(step, function(node, g, s), s)
+                    self.give(step, step.function(node, g, s), s, s is not None and (node, 0) in self.owned)
 
         return visit
 
@@ -202,39 +226,49 @@ class Plan:
             return self.diagonals.get(edge)
         return self.diagonals.pop(edge, None)
 
-    def give(self, step: Step, shares: Shares, s: Tensor | None) -> None:
-        """Hand each input of a node its share."""
-        node, rule, edges, _ = step
-        if isinstance(shares, Tensor) or shares is None:
-            shares = (shares,)
-        assert rule is not None
-        in_head = node in self.head.nodes
-        # shares may alias s, and each other if s was handed on; a product's never do
-        sole = len(edges) == 1 and (s is None or (node, 0) in self.owned)
-        for edge, share in zip(edges, shares, strict=True):
-            if share is not None and edge[0] is not None and not (in_head and edge in self.exact):
-                self.add(edge, share, sole or (rule.contraction and share is not s))
-        self.owned.discard((node, 0))
+    def give(self, step: Step, shares: Shares, s: Tensor | None, owned: bool) -> None:
+        """Hand each input of a node its share, and what rides along further down; ``owned``: nothing else refers to s."""
+        pending = [(step, shares, s, owned)]
+        while pending:
+            (node, rule, edges, _), shares, s, owned = pending.pop()
+            assert rule is not None
+            in_head = node in self.head.nodes
+            for edge, share in zip(edges, (shares,) if isinstance(shares, Tensor) or shares is None else shares, strict=True):
+                if share is None or edge[0] is None or (in_head and edge in self.exact):
+                    continue
+                fitted = fit(share, metadata(edge))
+                # a share may alias s; a product's are its own, and so is what had to be fitted
+                ours = fitted is not share or (owned and len(edges) == 1) or (rule.contraction and share is not s)
+                rider = self.riders.get(edge[0])
+                if rider is None:
+                    self.add(edge, fitted, ours)
+                elif rider.rule is None:
+                    self.arrive(edge[0], fitted, ours)
+                else:
+                    pending.append((rider, rider.function(rider.node, None, fitted), fitted, ours))
 
     def add(self, edge: Edge, share: Tensor, owned: bool) -> None:
         """Add a share to the diagonal at a tensor, in place only in memory that nothing else refers to."""
-        fitted = fit(share, metadata(edge))
         present = self.diagonals.get(edge)
         if present is None:
-            self.diagonals[edge] = fitted
-            if owned or fitted is not share:
+            self.diagonals[edge] = share
+            if owned:
                 self.owned.add(edge)
         elif edge in self.owned and present.is_contiguous():
-            present.add_(fitted)
+            present.add_(share)
         else:
-            self.diagonals[edge] = present + fitted
+            self.diagonals[edge] = present + share
             self.owned.add(edge)
 
-    def arrive(self, leaf: Node, gradient: Tensor | None) -> None:
+    def arrive(self, leaf: Node, diagonal: Tensor | None, owned: bool) -> None:
         """Fill a parameter's hess_diag."""
-        if gradient is not None and not self.is_nested():
-            diagonal = self.diagonals.get((leaf, 0)) if (leaf, 0) in self.kept else self.diagonals.pop((leaf, 0), None)
-            accumulate(leaf.variable, diagonal, (leaf, 0) in self.owned)
+        accumulate(leaf.variable, diagonal, self.leaves.pop(leaf), owned)
+
+    def fill_the_flat(self) -> None:
+        """Zeros for leaves that received a gradient, but no curvature."""
+        for leaf in list(self.leaves):
+            if leaf.variable.grad is not None:
+                self.arrive(leaf, None, False)
 
 
 def is_zero(values: Sequence[Tensor | None]) -> bool:
@@ -259,10 +293,10 @@ def carried(gradient: Tensor | None) -> Tensor | None:
     return gradient.float() if gradient is not None and gradient.dtype == torch.float16 else gradient
 
 
-def accumulate(tensor: Tensor, diagonal: Tensor | None, owned: bool) -> None:
+def accumulate(tensor: Tensor, diagonal: Tensor | None, afresh: bool, owned: bool = False) -> None:
     """Add to ``tensor.hess_diag``, or start it afresh where the gradient starts afresh too."""
     present = getattr(tensor, "hess_diag", None)
-    if tensor.grad is not None and present is not None:
+    if present is not None and not afresh:
         if diagonal is not None:
             present.add_(diagonal)
     elif owned and diagonal is not None and diagonal.dtype == tensor.dtype and diagonal.stride() == tensor.stride():

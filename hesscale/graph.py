@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from .errors import UnsupportedOperator
-from .nodes import Edge, Node
+from .nodes import Edge, Node, metadata
 from .rules import BL89, REFUSED, RULES, Rule, brute_force
-from .rules.registry import Share, Shares, summary_of
+from .rules.registry import RuleFunction, Share, Shares, summary_of
 
 LEAF = "torch::autograd::AccumulateGrad"
 
@@ -24,6 +24,11 @@ class Step(NamedTuple):
     edges: tuple[Edge, ...]
     repeated: bool  # one tensor stands at several inputs
 
+    @property
+    def function(self) -> RuleFunction:
+        assert self.rule is not None
+        return self.rule.same if self.repeated and self.rule.joint and self.rule.same is not None else self.rule.function
+
 
 def steps_of(order: Sequence[Node], *, method: str, fallback: str) -> list[Step]:
     """Each node with its rule; the first node without one raises, before anything has changed."""
@@ -34,7 +39,7 @@ def steps_of(order: Sequence[Node], *, method: str, fallback: str) -> list[Step]
 def step_of(node: Node, special: dict[str, Rule], fallback: str) -> Step:
     name = node.name()
     edges = node.next_functions
-    if name == LEAF and not is_foreign(node):
+    if name == LEAF and not is_foreign(node._input_metadata[0]):
         return Step(node, None, edges, False)
     rule = special.get(name) or RULES.get(name) or custom_rule(node)
     repeated = len(edges) > 1 and is_repeated(edges)
@@ -42,17 +47,15 @@ def step_of(node: Node, special: dict[str, Rule], fallback: str) -> Step:
     if reason is None:
         assert rule is not None
         return Step(node, rule, edges, repeated)
-    if fallback == "exact" and not is_foreign(node) and known_refusal(name) is None:
+    if fallback == "exact" and known_refusal(node, name) is None:
         return Step(node, brute_force.rule_for(node, reason), edges, False)
     raise UnsupportedOperator(reason)
 
 
 def refusal(node: Node, name: str, rule: Rule | None, repeated: bool) -> str | None:
     """Why this node cannot be served, with the way out; None if it can."""
-    if is_foreign(node):
-        return f"{name} makes a complex or nested tensor; hesscale's rules are for dense real ones. {WAY_OUT}"
-    if rule is None:
-        if known := known_refusal(name):
+    if rule is None or any(is_foreign(meta) for meta in node._input_metadata):
+        if known := known_refusal(node, name):
             return f"no curvature rule for {name}: {known}."
         return f"no curvature rule for {name}{origin(node, name)}. {WAY_OUT}"
     if rule.refuse is not None and (reason := rule.refuse(node)) is not None:
@@ -62,7 +65,11 @@ def refusal(node: Node, name: str, rule: Rule | None, repeated: bool) -> str | N
     return None
 
 
-def known_refusal(name: str) -> str | None:
+def known_refusal(node: Node, name: str) -> str | None:
+    """Why no rule will ever serve this node, if that is known."""
+    tensors = [*node._input_metadata, *(metadata(edge) for edge in node.next_functions if edge[0] is not None)]
+    if any(is_foreign(meta) for meta in tensors):
+        return REFUSED["NestedTensor" if any(meta.is_nested_tensor for meta in tensors) else "Complex"]
     return next((reason for part, reason in REFUSED.items() if part in name), None)
 
 
@@ -72,8 +79,9 @@ WAY_OUT = (
 )
 
 
-def is_foreign(node: Node) -> bool:
-    return any(meta.is_nested_tensor or meta.dtype.is_complex for meta in node._input_metadata)
+def is_foreign(meta: Any) -> bool:
+    """Whether a tensor is of a kind that rules know nothing about."""
+    return bool(meta.is_nested_tensor or meta.dtype.is_complex)
 
 
 def is_repeated(edges: Sequence[Edge]) -> bool:
@@ -87,7 +95,7 @@ def custom_rule(node: Node) -> Rule | None:
     return None if forward is None else rule_of_function(forward, len(node._input_metadata) > 1)
 
 
-@cache
+@lru_cache(maxsize=256)
 def rule_of_function(forward: type, many: bool) -> Rule | None:
     function = getattr(forward, "hess_diag", None)
     if function is None:
@@ -118,10 +126,6 @@ def snake(name: str) -> str:
 
 
 MAKERS: dict[str, str] = {
-    "FractionalMaxPool2DBackward0": "nn.FractionalMaxPool2d",
-    "FractionalMaxPool3DBackward0": "nn.FractionalMaxPool3d",
-    "CtcLossBackward0": "nn.CTCLoss",
-    "CtcLossBackward1": "nn.CTCLoss",
     "MkldnnRnnLayerBackward0": "nn.LSTM on CPU",
     "CudnnRnnBackward0": "nn.RNN, nn.LSTM or nn.GRU on CUDA",
     "ThnnFusedLstmCellBackward0": "nn.LSTMCell",
@@ -130,8 +134,4 @@ MAKERS: dict[str, str] = {
     "ScaledDotProductFlashAttentionBackward0": "F.scaled_dot_product_attention or nn.MultiheadAttention",
     "ScaledDotProductEfficientAttentionBackward0": "F.scaled_dot_product_attention or nn.MultiheadAttention",
     "ScaledDotProductCudnnAttentionBackward0": "F.scaled_dot_product_attention or nn.MultiheadAttention",
-    "GridSampler2DBackward0": "F.grid_sample",
-    "CdistBackward0": "torch.cdist",
-    "MultiMarginLossBackward0": "nn.MultiMarginLoss",
-    "MultilabelMarginLossBackward0": "nn.MultiLabelMarginLoss",
 }

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import NamedTuple
@@ -20,15 +20,27 @@ from torch import Tensor
 
 from .errors import CurvatureWarning
 from .graph import Step
-from .nodes import Edge, Node, cut_at, gradient_edge, is_once_differentiable, metadata
+from .nodes import Edge, Node, edge_of, is_once_differentiable, leading_to, metadata, topological
 
 ZERO, DIAGONAL, DENSE = range(3)  # what is known of a Hessian, best first
 MOST_PRODUCTS = 1024  # Hessian-vector products for one output tensor
 ROWS_AT_ONCE, MOST_NUMBERS = 64, 2**24  # products in one batch, and numbers in their vectors
 
+MOST_VERDICTS = 1000
+
 Use = tuple[Node, int]  # a tensor as one input of one node
-Signature = tuple[tuple[object, ...], tuple[object, ...]]
-_verdicts: dict[Signature, list[int]] = {}  # the doubtful tensors of a head, by their place in it
+
+
+@dataclass
+class TensorVerdict:
+    """What is remembered of a doubtful tensor from step to step."""
+
+    block: tuple[int, ...] | None = None  # the dimensions whose entries share second derivatives; the rest are samples
+    calls: int = 0
+
+
+Verdict = dict[int, TensorVerdict]
+_verdicts: dict[object, Verdict] = {}
 
 
 @dataclass
@@ -38,12 +50,11 @@ class Head:
     nodes: frozenset[Node]
     steps: list[Step]
     ends: frozenset[Edge]
-    doubtful: list[Edge]
-    signature: Signature = ((), ())
+    doubtful: dict[Edge, TensorVerdict]
 
     @staticmethod
     def empty() -> Head:
-        return Head(frozenset(), [], frozenset(), [])
+        return Head(frozenset(), [], frozenset(), {})
 
     def settled(self, exact: dict[Edge, Exact], wanted: frozenset[Edge]) -> set[Node]:
         """Head nodes whose shares would all be thrown away, since what they lead to is known already."""
@@ -68,22 +79,32 @@ def find(steps: Sequence[Step], outputs: set[Edge] | None, wanted: Sequence[Edge
         else:
             inside.append(step)
     nodes = frozenset(step.node for step in inside)
-    known = {step.node for step in steps}
-    ends = frozenset(e for step in inside for e in step.edges if e[0] is not None and e[0] not in nodes and e[0] in known)
-    tensors = list(dict.fromkeys(edge for step in inside for edge in step.edges if edge[0] is not None))
-    key = signature(inside, tensors)
-    if key not in _verdicts:
-        doubtful = find_doubtful(inside)
-        _verdicts[key] = [i for i, tensor in enumerate(tensors) if tensor in doubtful]
-    relevant = ends.union(wanted)
-    return Head(nodes, inside, ends, [tensors[i] for i in _verdicts[key] if tensors[i] in relevant], key)
+    tensors = list(dict.fromkeys([edge for step in inside for edge in step.edges if edge[0] is not None]))
+    ends = frozenset([tensor for tensor in tensors if tensor[0] not in nodes])
+    doubtful = verdict(inside, tensors)
+    known = {step.node for step in steps}  # not all of the graph, where only some tensors are wanted
+    return Head(
+        nodes,
+        inside,
+        ends,
+        {
+            tensors[i]: known_of
+            for i, known_of in doubtful.items()
+            if (tensors[i] in ends and tensors[i][0] in known) or tensors[i] in wanted
+        },
+    )
 
 
-def signature(steps: Sequence[Step], tensors: Sequence[Edge]) -> Signature:
-    """Two heads with equal signatures have the same operators and rules, connected alike, on the same shapes."""
+def verdict(steps: Sequence[Step], tensors: Sequence[Edge]) -> Verdict:
+    """Which tensors of a head are doubtful, by their place in it; decided once for heads with the same operators and shapes."""
     number = {tensor: i for i, tensor in enumerate(tensors)}
     shapes = tuple([tuple(metadata(tensor).shape) for tensor in tensors])
-    return shapes, tuple([(step.rule.function, tuple([number.get(edge) for edge in step.edges])) for step in steps])  # type: ignore[union-attr]
+    signature = shapes, tuple([(step.function, tuple([number.get(edge) for edge in step.edges])) for step in steps])
+    if signature not in _verdicts:
+        if len(_verdicts) >= MOST_VERDICTS:
+            _verdicts.clear()
+        _verdicts[signature] = {number[tensor]: TensorVerdict() for tensor in find_doubtful(steps)}
+    return _verdicts[signature]
 
 
 def find_doubtful(steps: Sequence[Step]) -> set[Edge]:
@@ -148,10 +169,6 @@ def find_doubtful(steps: Sequence[Step]) -> set[Edge]:
     return {edge for edge in uses if merge(edge)[1]}
 
 
-# By signature of the head and tensor: which of its dimensions hold entries that share second derivatives (the rest are samples).
-_blocks: dict[tuple[Signature, int], tuple[int, ...]] = {}
-_calls: dict[tuple[Signature, int], int] = defaultdict(int)
-
 CANNOT = "PyTorch cannot differentiate this loss twice; the diagonal at the outputs is that of the rules"
 
 
@@ -164,16 +181,15 @@ class Exact(NamedTuple):
 
 def exact_diagonals(loss: Tensor, head: Head) -> dict[Edge, Exact]:
     """Diagonals of the loss at the head's doubtful tensors, by double backward through the head alone."""
-    if not head.doubtful:
-        return {}
-    edges = [gradient_edge(edge) for edge in head.doubtful]
     found: dict[Edge, Exact] = {}
-    with cut_at({node for node, _ in head.ends}), torch.enable_grad():
+    if not head.doubtful:
+        return found
+    stops = {node for node, _ in head.ends}
+    with torch.enable_grad():
         try:
-            gradients = torch.autograd.grad(loss, edges, create_graph=True, allow_unused=True)
-            tensors = [edge for step in head.steps for edge in step.edges]
-            for edge, gradient in zip(head.doubtful, gradients, strict=True):
-                exact = hessian_diagonal(gradient, edge, (head.signature, tensors.index(edge)))
+            gradients = pull({edge_of(loss): torch.ones_like(loss)}, list(head.doubtful), stops)
+            for edge, memory in head.doubtful.items():
+                exact = hessian_diagonal(gradients.get(edge), edge, stops, memory)
                 if exact is not None:
                     found[edge] = exact
         except RuntimeError as error:
@@ -183,37 +199,64 @@ def exact_diagonals(loss: Tensor, head: Head) -> dict[Edge, Exact]:
     return found
 
 
-def hessian_diagonal(gradient: Tensor | None, edge: Edge, key: tuple[Signature, int]) -> Exact | None:
-    """diag ∂g/∂x, by one Hessian-vector product per entry of a sample; None where that would be too many.
+def pull(seeds: dict[Edge, Tensor], targets: Sequence[Edge], stops: set[Node]) -> dict[Edge, Tensor]:
+    """A backward pass from ``seeds`` to ``targets`` that ends at ``stops``, by calling nodes from Python.
+
+    Unlike autograd's own, it runs no hooks that users put on tensors, retains no gradients, and treats the tensors where it
+    stops as independent of each other.
+    """
+    at = dict(seeds)
+    order = topological(*(node for node, _ in seeds), stops=stops)
+    for node in leading_to([node for node in order if node not in stops], targets):
+        outputs = [(node, i) for i in range(len(node._input_metadata))]
+        cotangents = [at.get(tensor) for tensor in outputs]
+        if all(cotangent is None for cotangent in cotangents):
+            continue
+        shares = (node.apply if hasattr(node, "_forward_cls") else node)(*cotangents)
+        for edge, share in zip(node.next_functions, shares if isinstance(shares, tuple) else (shares,), strict=True):
+            if edge[0] is not None and share is not None:
+                meta = metadata(edge)
+                share = share.to(meta.dtype) if share.dtype != meta.dtype else share
+                share = share.sum_to_size(meta.shape) if list(share.shape) != meta.shape else share
+                at[edge] = share if edge not in at else at[edge] + share
+    return {target: at[target] for target in targets if target in at}
+
+
+def hessian_diagonal(gradient: Tensor | None, edge: Edge, stops: set[Node], memory: TensorVerdict) -> Exact | None:
+    """diag ∂g/∂x, by one Hessian-vector product per entry of a sample; None where that is too many, or impossible.
 
     Which dimensions are samples is tried out, cheapest guess first, and verified: products with one random vector must predict
-    the product with another. A verdict is kept per graph signature (unless all was zero); on a GPU, where looking at a result
-    stalls, it is verified again only at calls 1, 2, 4, 8 …
+    the product with another. The verdict is remembered (unless all was zero); on a GPU, where looking at a result stalls, it is
+    verified again only at calls 1, 2, 4, 8 …
     """
     meta = metadata(edge)
     if gradient is None or not gradient.requires_grad:
         return Exact(torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device), 0)
-    if key not in _blocks and is_once_differentiable(gradient):
+    if memory.block is None and is_once_differentiable(gradient):
         warn(CANNOT)
         return None
     shape = gradient.shape
-    _calls[key] += 1
-    verify = gradient.device.type == "cpu" or key not in _blocks or _calls[key].bit_count() == 1
+    memory.calls += 1
+    verify = gradient.device.type == "cpu" or memory.block is None or memory.calls.bit_count() == 1
+
+    def products(rows: Tensor) -> Tensor:
+        return hessian_vector_products(gradient, edge, stops, rows)
+
     guesses = block_guesses(len(shape))
-    guesses = guesses[guesses.index(_blocks.get(key, guesses[0])) :]
+    guesses = guesses[0 if memory.block is None else guesses.index(memory.block) :]
     for block in guesses:
         count = math.prod(shape[d] for d in block)
         if count > MOST_PRODUCTS:
             continue
         order = block + tuple(d for d in range(len(shape)) if d not in block)
         z, other = random_vectors(gradient, count)
-        diagonal, predicted = block_products(gradient, edge, order, z, other)
+        diagonal, predicted = block_products(products, shape, order, z, other)
         if verify and len(block) < len(shape):
-            (product,) = hessian_vector_products(gradient, edge, unpermute(other, shape, order).unsqueeze(0))
+            (product,) = products(unpermute(other, shape, order).unsqueeze(0))
             if not agree(permute(product, order, count), predicted):
                 continue
             if bool(product.any()):
-                _blocks[key] = block
+                memory.block = block
         return Exact(unpermute(diagonal, shape, order).detach(), count)
     warn(
         f"the exact diagonal of a loss at a tensor of shape {tuple(shape)} would take more than {MOST_PRODUCTS} Hessian-vector "
@@ -222,7 +265,9 @@ def hessian_diagonal(gradient: Tensor | None, edge: Edge, key: tuple[Signature, 
     return None
 
 
-def block_products(gradient: Tensor, edge: Edge, order: tuple[int, ...], z: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+def block_products(
+    products: Callable[[Tensor], Tensor], shape: Sequence[int], order: tuple[int, ...], z: Tensor, other: Tensor
+) -> tuple[Tensor, Tensor]:
     """Products with z, one entry of the block at a time: the diagonal, and what they predict for H·other if samples are apart."""
     count, samples = z.shape
     diagonal, predicted = torch.empty_like(z), torch.zeros_like(z)
@@ -231,10 +276,10 @@ def block_products(gradient: Tensor, edge: Edge, order: tuple[int, ...], z: Tens
         part = slice(start, start + at_once)
         rows = torch.zeros(len(z[part]), count, samples, dtype=z.dtype, device=z.device)
         rows[:, part].diagonal(dim1=0, dim2=1).copy_(z[part].T)
-        products = hessian_vector_products(gradient, edge, torch.stack([unpermute(row, gradient.shape, order) for row in rows]))
-        products = torch.stack([permute(product, order, count) for product in products])
-        diagonal[part] = products[:, part].diagonal(dim1=0, dim2=1).T / z[part]
-        predicted += (products * (other / z)[part].unsqueeze(1)).sum(0)
+        found = products(torch.stack([unpermute(row, shape, order) for row in rows]))
+        found = torch.stack([permute(product, order, count) for product in found])
+        diagonal[part] = found[:, part].diagonal(dim1=0, dim2=1).T / z[part]
+        predicted += (found * (other / z)[part].unsqueeze(1)).sum(0)
     return diagonal, predicted
 
 
@@ -268,21 +313,20 @@ def unpermute(tensor: Tensor, shape: Sequence[int], order: tuple[int, ...]) -> T
     return tensor.reshape([shape[d] for d in order]).permute([order.index(d) for d in range(len(shape))])
 
 
-def hessian_vector_products(gradient: Tensor, edge: Edge, rows: Tensor) -> Tensor:
+def hessian_vector_products(gradient: Tensor, edge: Edge, stops: set[Node], rows: Tensor) -> Tensor:
     """∂(g·v)/∂x for every row v, batched where PyTorch can batch it."""
+    source = edge_of(gradient)
 
-    def products(vectors: Tensor, batched: bool) -> Tensor:
-        (found,) = torch.autograd.grad(
-            gradient, gradient_edge(edge), vectors, retain_graph=True, is_grads_batched=batched, allow_unused=True
-        )
-        return torch.zeros_like(vectors) if found is None else found
+    def product(row: Tensor) -> Tensor:
+        return pull({source: row}, [edge], stops).get(edge, torch.zeros_like(row))
 
-    try:
-        return products(rows, True)
-    except RuntimeError as error:
-        if "vmap" not in str(error).lower() and "batch" not in str(error).lower():
-            raise
-    return torch.stack([products(row, False) for row in rows])
+    with torch.no_grad():
+        try:
+            return torch.vmap(product)(rows)
+        except RuntimeError as error:
+            if "vmap" not in str(error).lower() and "batch" not in str(error).lower():
+                raise
+        return torch.stack([product(row) for row in rows])
 
 
 def warn(message: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,9 +27,9 @@ def metadata(edge: Edge) -> Any:
     return edge[0]._input_metadata[edge[1]]
 
 
-def topological(root: Node) -> list[Node]:
-    """Every node at or below ``root``, each before the nodes it takes its inputs from."""
-    order, seen, stack = [], set(), [root]
+def topological(*roots: Node, stops: Collection[Node] = ()) -> list[Node]:
+    """Every node at or below the roots, each before the nodes it takes its inputs from; what lies below a stop is left out."""
+    order, seen, stack = [], set(), list(roots)
     while stack:
         node = stack.pop()
         if node is None:  # everything below the next entry is done
@@ -37,19 +37,22 @@ def topological(root: Node) -> list[Node]:
         elif node not in seen:
             seen.add(node)
             stack += (node, None)
-            stack += [child for child, _ in node.next_functions if child is not None and child not in seen]
+            if node not in stops:
+                stack += [child for child, _ in node.next_functions if child is not None and child not in seen]
     order.reverse()
     return order
 
 
 def leading_to(order: list[Node], targets: Iterable[Edge]) -> list[Node]:
-    """The part of ``order`` that lies between its root and these tensors."""
-    wanted = {node for node, _ in targets}
-    needed: set[Node] = set()
+    """The nodes of ``order`` that take an input from these tensors, or from a node that leads to them."""
+    needed = {node for node, _ in targets}
+    leading = []
     for node in reversed(order):
-        if node in wanted or any(child in needed for child, _ in node.next_functions):
+        if any(child in needed for child, _ in node.next_functions):
             needed.add(node)
-    return [node for node in order if node in needed]
+            leading.append(node)
+    leading.reverse()
+    return leading
 
 
 @contextmanager

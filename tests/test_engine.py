@@ -407,10 +407,10 @@ def test_inputs_may_be_inner_tensors():
     h = model[:2](x)
     logits = model[2:](h)
     loss = F.cross_entropy(logits, y)
+    gradients, found = hesscale.grad(loss, [h, logits, model[4].weight], retain_graph=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        hesscale.backward(loss, inputs=[h, logits, model[4].weight], retain_graph=True)
-    gradients, found = hesscale.grad(loss, [h, logits, model[4].weight])
+        hesscale.backward(loss, inputs=[h, logits, model[4].weight])
     for tensor, g, s in zip((h, logits, model[4].weight), gradients, found, strict=True):
         assert torch.equal(tensor.grad, g)
         assert torch.equal(tensor.hess_diag, s)

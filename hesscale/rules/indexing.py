@@ -100,7 +100,8 @@ def index_add_to_itself(node: Node, g: Share, s: Tensor) -> list[Share]:
 @linear("IndexAddBackward0", mixed=False, fan_out=False, same=index_add_to_itself)
 def index_add(node: Node, s: Tensor) -> list[Share]:
     """y = x + α source at index: s_x = s, s_source = α² s[index]"""
-    return [s, node(s)[1] * saved(node, "alpha") if needs(node, 1) else None]
+    source = node(s)[1]
+    return [s, None if source is None else source * saved(node, "alpha")]
 
 
 def scatter_add_to_itself(node: Node, g: Share, s: Tensor) -> list[Share]:
@@ -217,7 +218,7 @@ def embedding_bag(node: Node, s: Tensor) -> list[Share]:
     bag = (torch.searchsorted(offsets, number.to(offsets.dtype), right=True) - 1).clamp_max(bags - 1)
     padding = saved(node, "padding_idx")
     counts = words != (padding if padding < 2**63 else -1)  # none: −1, which autograd stores as 2⁶⁴ − 1
-    size = torch.zeros(bags, device=s.device).index_add(0, bag, counts.float())
+    size = s.new_zeros(bags).index_add(0, bag, counts.to(s.dtype))
     rows = s.new_zeros(saved(node, "weight_sym_argsize_0"), s.shape[1])
     if saved(node, "mode") == 2:
         largest = saved(node, "result3").long().clamp_min(0)
@@ -225,7 +226,7 @@ def embedding_bag(node: Node, s: Tensor) -> list[Share]:
     weights = saved(node, "per_sample_weights")
     p = counts.to(s.dtype) if weights is None else counts * weights.to(s.dtype)
     if saved(node, "mode") == 1:
-        p = p / size.clamp_min(1).to(s.dtype)[bag]
+        p = p / size.clamp_min(1)[bag]
     s = s[bag]
     share = rows.index_add(0, words, s * meeting(bag * len(rows) + words, p)[:, None]) if needs(node, 0) else None
     if not needs(node, 1):

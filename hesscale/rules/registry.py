@@ -86,6 +86,8 @@ REFUSED: dict[str, str] = {
     "BackwardBackward": "the loss holds a gradient (create_graph=True), whose curvature needs third derivatives. "
     "Take such a term out of the loss, or detach it",
     "Sparse": "sparse tensors have no curvature rules. Use dense ones",
+    "ToDense": "sparse tensors have no curvature rules. Use dense ones",
+    "ValuesBackward": "sparse tensors have no curvature rules. Use dense ones",
     "NestedTensor": "nested tensors have no curvature rules. Use padded ones with a mask",
     "Complex": "complex tensors have no curvature rules. Carry real and imaginary parts as two real tensors",
 }

@@ -31,13 +31,17 @@ case("adaptive_max_pool2d upward", lambda x: F.adaptive_max_pool2d(x, (7, None))
 case("adaptive_max_pool2d global", lambda x: F.adaptive_max_pool2d(x, 1), (2, 2, 3, 4))
 case("adaptive_max_pool2d tie", lambda x: F.adaptive_max_pool2d(x, 2), exactly([[[[1, 1, 1], [1, 1, 1], [1, 1, 0]]]]))
 case("adaptive_max_pool3d", lambda x: F.adaptive_max_pool3d(x, (2, 3, 1)), (1, 2, 3, 5, 4))
-case("fractional_max_pool2d", lambda x: F.fractional_max_pool2d(x, 2, output_size=4), (2, 2, 7, 6))
+# the windows are drawn in the dtype of the input
+case("fractional_max_pool2d", lambda x: F.fractional_max_pool2d(x, 2, output_size=4), (2, 2, 7, 6), low_precision=False)
 case(
     "fractional_max_pool2d ratio",
     lambda x: F.fractional_max_pool2d(x, 3, output_ratio=(0.7, 0.6), return_indices=True),
     (1, 2, 8, 7),
+    low_precision=False,
 )
-case("fractional_max_pool3d", lambda x: F.fractional_max_pool3d(x, 2, output_size=(3, 2, 3)), (1, 2, 5, 4, 5))
+case(
+    "fractional_max_pool3d", lambda x: F.fractional_max_pool3d(x, 2, output_size=(3, 2, 3)), (1, 2, 5, 4, 5), low_precision=False
+)
 
 
 def unpool(pool, unpool, kernel, *shape, stride=None):
