@@ -1,7 +1,10 @@
-"""Small networks run fastest on one thread."""
+"""Small networks run fastest on one thread. HESSCALE_TEST_DEVICE=cuda runs the rules on that device instead."""
 
 from __future__ import annotations
+
+import os
 
 import torch
 
 torch.set_num_threads(1)
+torch.set_default_device(os.environ.get("HESSCALE_TEST_DEVICE", "cpu"))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import zlib
 
 import pytest
 import torch
 from cases import CASES
+from cases.table import normal
 from oracle import Separable, hessian_diagonal, separable_loss
 
 import hesscale
@@ -16,14 +18,14 @@ from hesscale.rules import BL89, RULES
 
 def build(name: str, dtype: torch.dtype = torch.float64):
     """The case's inputs (leaves), its differentiable outputs, and a gradient and curvature for each of these."""
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    case = CASES[name]
-    inputs = [make(generator).to(dtype).requires_grad_() for make in case.inputs]
+    generator = torch.Generator("cpu").manual_seed(zlib.crc32(name.encode()))
+    case, device = CASES[name], torch.get_default_device()
+    inputs = [make(generator).to(device=device, dtype=dtype).requires_grad_() for make in case.inputs]
     torch.manual_seed(0)
     outputs = case.function(*inputs)
     outputs = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
     outputs = [y for y in outputs if y.requires_grad]
-    draws = [[torch.randn(y.shape, generator=generator, dtype=torch.float64).to(dtype) for _ in range(2)] for y in outputs]
+    draws = [[normal(*y.shape)(generator).to(device=device, dtype=dtype) for _ in range(2)] for y in outputs]
     return inputs, outputs, draws
 
 
@@ -47,6 +49,53 @@ def test_rule_is_exact_on_a_separable_loss(name, use):
     got = compute(inputs, outputs, draws, use_g, use_s)
     for mine, truth in zip(got, expected(inputs, outputs, draws, use_g, use_s), strict=True):
         torch.testing.assert_close(mine if mine is not None else torch.zeros_like(truth), truth, rtol=1e-9, atol=1e-11)
+
+
+# One case per family: the shared body must notice when its rule is a little wrong.
+FAMILIES = {
+    "activations": "gelu",
+    "bilinear": "addmm",
+    "convolution": "conv2d",
+    "elementwise": "mul",
+    "indexing": "gather",
+    "linear_maps": "permute",
+    "losses": "mse mean",
+    "normalization": "layer_norm",
+    "pooling": "avg_pool2d",
+    "reductions": "logsumexp",
+    "softmax": "log_softmax",
+    "view_writes": "write sigmoid",
+}
+
+
+def test_families_are_all_of_them():
+    assert set(FAMILIES) == {rule.family for rule in RULES.values()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("broken", ["gradient", "curvature"])
+def test_a_broken_rule_is_caught(family, broken, monkeypatch):
+    name = FAMILIES[family]
+    for node in nodes_of(name) & set(RULES):
+        if RULES[node].family == family:
+            monkeypatch.setitem(RULES, node, break_rule(RULES[node], broken))
+    if broken == "curvature" or any(RULES[node].curved for node in nodes_of(name) & set(RULES)):
+        with pytest.raises(AssertionError, match="not close"):
+            test_rule_is_exact_on_a_separable_loss(name, "both")
+
+
+def break_rule(rule, broken: str):
+    """The rule as if g, or s, were a thousandth larger than it is."""
+
+    def off(value, wrong: bool):
+        if isinstance(value, tuple):
+            return tuple(off(v, wrong) for v in value)
+        return value * 1.001 if wrong and value is not None else value
+
+    def function(node, g, s):
+        return rule.function(node, off(g, broken == "gradient"), off(s, broken == "curvature"))
+
+    return dataclasses.replace(rule, function=function)
 
 
 def nodes_of(name: str) -> set[str]:

@@ -30,11 +30,13 @@ def case(name: str, function: Callable[..., Any], *inputs: tuple[int, ...] | Inp
 
 
 def normal(*shape: int) -> Input:
-    return lambda generator: torch.randn(shape, generator=generator, dtype=torch.float64)
+    return lambda generator: torch.randn(shape, generator=generator, dtype=torch.float64, device=generator.device)
 
 
 def between(low: float, high: float, *shape: int) -> Input:
-    return lambda generator: torch.rand(shape, generator=generator, dtype=torch.float64) * (high - low) + low
+    return lambda generator: (
+        torch.rand(shape, generator=generator, dtype=torch.float64, device=generator.device) * (high - low) + low
+    )
 
 
 def positive(*shape: int) -> Input:
