@@ -296,9 +296,9 @@ def block_guesses(rank: int) -> list[tuple[int, ...]]:
 
 def random_vectors(like: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Two random tensors of shape (block, samples) with entries in ±[½, 3⁄2], the same at every call."""
-    generator = torch.Generator().manual_seed(0)
-    z = torch.rand(2, count, like.numel() // max(count, 1), generator=generator, dtype=torch.float64) + 0.5
-    z *= torch.randint(0, 2, z.shape, generator=generator) * 2 - 1
+    generator = torch.Generator("cpu").manual_seed(0)
+    z = torch.rand(2, count, like.numel() // max(count, 1), generator=generator, dtype=torch.float64, device="cpu") + 0.5
+    z *= torch.randint(0, 2, z.shape, generator=generator, device="cpu") * 2 - 1
     first, second = z.to(dtype=like.dtype, device=like.device)
     return first, second
 

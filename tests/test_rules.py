@@ -8,7 +8,7 @@ import zlib
 import pytest
 import torch
 from cases import CASES
-from cases.table import normal
+from cases.table import NEW_TORCH, normal
 from oracle import Separable, hessian_diagonal, separable_loss
 
 import hesscale
@@ -118,6 +118,7 @@ ELSEWHERE = {
 def test_every_rule_has_a_case():
     seen = set().union(*(nodes_of(name) for name in CASES))
     absent = {name for name in RULES if name[-9:-1] == "Backward" and not hasattr(torch._C._functions, name)}  # in older torch
-    missing = (set(RULES) | set(BL89)) - seen - ELSEWHERE - absent
+    untested = set() if NEW_TORCH else {"GridSampler2DBackward0", "GridSampler3DBackward0"}
+    missing = (set(RULES) | set(BL89)) - seen - ELSEWHERE - absent - untested
     assert not missing, f"rules without a case: {sorted(missing)}"
     assert not ELSEWHERE & seen

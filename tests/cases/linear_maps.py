@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction
 from torch.nn.parallel.distributed import _DDPSink
 
-from .table import case
+from .table import NEW_TORCH, case
 
 aten = torch.ops.aten
 
@@ -77,7 +77,8 @@ case("slice copy", lambda x: torch.slice_copy(x, 1, 1, 4, 2), (3, 5))
 case("select", lambda x: x[:, -1], (3, 5))
 case("select copy", lambda x: torch.select_copy(x, -1, 2), (3, 5))
 case("narrow", lambda x: x.narrow(1, -3, 2), (3, 5))
-case("narrow copy", lambda x: torch.narrow_copy(x, 1, 2, 2), (3, 5))
+if NEW_TORCH:
+    case("narrow copy", lambda x: torch.narrow_copy(x, 1, 2, 2), (3, 5))
 case("pack padded sequence", lambda x: nn.utils.rnn.pack_padded_sequence(x, torch.tensor([3, 1])).data, (3, 2, 4))
 case("pack batch first", lambda x: nn.utils.rnn.pack_padded_sequence(x, torch.tensor([3, 1]), batch_first=True).data, (2, 3, 4))
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from .table import between, case, exactly
+from .table import NEW_TORCH, between, case, exactly, normal
 
-NEW_TORCH = hasattr(torch.ops.aten, "_upsample_lanczos2d_aa")  # which also came to differentiate grid_sample twice
 
 case("max_pool1d", lambda x: F.max_pool1d(x, 3), (2, 3, 9))
 case("max_pool1d overlapping", lambda x: F.max_pool1d(x, 3, stride=1, padding=1, dilation=2, ceil_mode=True), (2, 3, 9))
@@ -46,7 +45,7 @@ case(
 
 def unpool(pool, unpool, kernel, *shape, stride=None):
     """Unpooling with the indices of a max-pooling; overlapping windows repeat some."""
-    source = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    source = normal(*shape)(torch.Generator("cpu").manual_seed(0)).to(torch.get_default_device())
     values, indices = pool(source, kernel, stride, return_indices=True)
     return lambda x: unpool(x, indices, kernel, stride, output_size=shape), tuple(values.shape)
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+NEW_TORCH = hasattr(torch.ops.aten, "_upsample_lanczos2d_aa")  # torch 2.11 cannot differentiate some operators, or not twice
+
 Input = Callable[[torch.Generator], Tensor]
 CASES: dict[str, Case] = {}
 
