@@ -7,7 +7,6 @@ import torch.nn.functional as F
 
 from .table import NEW_TORCH, between, case, exactly, normal
 
-
 case("max_pool1d", lambda x: F.max_pool1d(x, 3), (2, 3, 9))
 case("max_pool1d overlapping", lambda x: F.max_pool1d(x, 3, stride=1, padding=1, dilation=2, ceil_mode=True), (2, 3, 9))
 case("max_pool1d unbatched", lambda x: F.max_pool1d(x, 2), (3, 8))
