@@ -64,13 +64,20 @@ def backward(
     check_choices(method=method, head=head, fallback=fallback)
     check_loss(loss)
     wanted = None if inputs is None else as_tensors(inputs, "inputs")
-    plan = Plan(loss, method=method, outputs=outputs, wanted=wanted, head=head, fallback=fallback)
-    fresh = [not (tensor.is_leaf or tensor.retains_grad) or tensor.grad is None for tensor in wanted or ()]
+    options = dict(method=method, outputs=outputs, head=head, fallback=fallback)
+    carry(lambda: torch.autograd.backward(loss, inputs=wanted, retain_graph=retain_graph), loss, wanted, **options)
+
+
+def carry(run_backward: Callable[[], None], loss: Tensor, tensors: Sequence[Tensor] | None, **options: Any) -> None:
+    """Fill ``hess_diag`` of these tensors, or of every leaf, during a backward pass of the loss that fills ``.grad``."""
+    plan = Plan(loss, wanted=tensors, **options)
+    tensors = tensors or ()
+    fresh = [not (tensor.is_leaf or tensor.retains_grad) or tensor.grad is None for tensor in tensors]
     with plan.hooks():
-        torch.autograd.backward(loss, inputs=wanted, retain_graph=retain_graph)
+        run_backward()
     plan.fill_the_flat()
-    for tensor, edge, afresh in zip(wanted or (), plan.wanted, fresh, strict=True):
-        if tensor.grad is not None:
+    for tensor, edge, afresh in zip(tensors, plan.wanted, fresh, strict=True):
+        if edge[0] in plan.reached and tensor.grad is not None:
             accumulate(tensor, plan.diagonals.get(edge), afresh)
 
 
@@ -124,6 +131,7 @@ class Plan:
     ) -> None:
         root = edge_of(loss)[0]
         order = topological(root)
+        self.reached = frozenset(order)
         self.wanted = [edge_of(tensor) for tensor in wanted or ()]
         self.kept = frozenset(self.wanted)
         ends = None if outputs is None else {edge_of(tensor) for tensor in as_tensors(outputs, "outputs")}

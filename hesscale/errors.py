@@ -12,3 +12,7 @@ class UnsupportedOperator(RuntimeError):
 
 class CurvatureWarning(UserWarning):
     """The diagonal is still what the method defines, but something about it deserves a look."""
+
+
+class NonFiniteError(FloatingPointError):
+    """A gradient or Hessian diagonal is not finite; the optimizer's step was left out."""

@@ -1,0 +1,8 @@
+"""Optimizers that use Hessian diagonals, and step-size scaling."""
+
+from __future__ import annotations
+
+from .base import CurvatureOptimizer
+from .optimizers import BL89, GGNMC, AdaHesScale, AdaHesScaleGN, AdaHessian, Adam
+
+__all__ = ["BL89", "GGNMC", "AdaHesScale", "AdaHesScaleGN", "AdaHessian", "Adam", "CurvatureOptimizer"]

@@ -1,0 +1,365 @@
+"""What the optimizers share: they are torch optimizers that also consume ``hess_diag``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from .. import engine
+from ..nodes import edge_of, topological
+from . import update
+from .update import Batch
+from .watch import Watch
+
+TRUST_REGIONS = ("optimizer", "group")
+
+
+class CurvatureOptimizer(torch.optim.Optimizer):
+    """A torch optimizer that scales its step by Hessian diagonals.
+
+    Args:
+        params: parameters, or groups of them as dicts.
+        lr: the step size α; a tensor or a scheduler may change it.
+        betas: decay rates β₁ of the gradient and β₂ of the squares.
+        eps: ε, added to the root in the denominator.
+        weight_decay: λ of an L2 penalty ½λ‖W‖²: λW joins the gradient and λ the curvature. With ``decoupled_weight_decay`` the
+            weights shrink by αλ instead, which is neither in the averages nor in what the trust region measures.
+        trust_radius: Δ of the trust region (Algorithm 3); None for none.
+        trust_region: ``"optimizer"`` scales all parameters by one η, as the paper does, ``"group"`` each group by its own.
+        bias_correction: measure the trust region with the bias-corrected curvature average, as in Algorithm 3.
+        curvature_every: :meth:`backward` computes curvature at every k-th step and a plain gradient at the others, whose update
+            and trust region go on with the last average; its bias correction counts curvature updates.
+        on_nonfinite: a step with a non-finite gradient or curvature never reaches weights or averages; ``"raise"`` reports it
+            (on CUDA once the result is there, without stalling), ``"skip"`` only counts it in ``nonfinite_steps``.
+        maximize: ascend.
+        foreach: update all parameters in a few calls (the default), or one by one with False.
+        capturable: accepted for torch's sake; steps on CUDA always are.
+    """
+
+    method: ClassVar[str]
+    squares_gradient: ClassVar[bool] = False  # Adam's V holds F², not S²
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        decoupled_weight_decay: bool = False,
+        trust_radius: float | None = None,
+        trust_region: str = "optimizer",
+        bias_correction: bool = True,
+        curvature_every: int = 1,
+        on_nonfinite: str = "raise",
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+    ) -> None:
+        check_number("lr", lr, lr >= 0)
+        check_number("eps", eps, eps >= 0)
+        check_number("weight_decay", weight_decay, weight_decay >= 0)
+        for i, beta in enumerate(betas):
+            check_number(f"betas[{i}]", beta, 0 <= beta < 1)
+        if trust_radius is not None:
+            check_number("trust_radius", trust_radius, trust_radius > 0)
+        check_number("curvature_every", curvature_every, curvature_every >= 1 and int(curvature_every) == curvature_every)
+        if trust_region not in TRUST_REGIONS:
+            raise ValueError(f"trust_region={trust_region!r} is not one of {', '.join(map(repr, TRUST_REGIONS))}")
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "decoupled_weight_decay": decoupled_weight_decay,
+            "trust_radius": trust_radius,
+            "bias_correction": bias_correction,
+            "maximize": maximize,
+            "foreach": foreach,
+            "capturable": capturable,
+        }
+        self.trust_region = trust_region
+        self.curvature_every = curvature_every
+        self.watch = Watch(on_nonfinite)
+        self.eta: list[Tensor] = []  # of the last step, one per trust region
+        self.scaled_steps: Tensor | None = None
+        self.measured_steps = 0
+        self.curvature_is_unscaled = False
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        group.setdefault("step_count", 0)
+        for p in group["params"]:
+            if p.is_complex():
+                self.param_groups.pop()
+                raise ValueError("complex parameters have no Hessian diagonal; hold real and imaginary parts as two parameters")
+        if self.trust_region == "optimizer" and group["trust_radius"] != self.param_groups[0]["trust_radius"]:
+            self.param_groups.pop()
+            raise ValueError("one trust region has one trust_radius; pass trust_region='group' to give each group its own")
+
+    @property
+    def uses_curvature(self) -> bool:
+        """Whether this optimizer needs Hessian diagonals at all: Adam does for its trust region alone."""
+        return not self.squares_gradient or any(group["trust_radius"] is not None for group in self.param_groups)
+
+    @property
+    def is_curvature_due(self) -> bool:
+        """Whether the next step is one of those that take a new Hessian diagonal."""
+        return self.uses_curvature and self.param_groups[0]["step_count"] % self.curvature_every == 0
+
+    def backward(self, loss: Tensor, *, scaler: torch.amp.GradScaler | None = None, **options: Any) -> None:
+        """Fill what the next :meth:`step` needs: ``.grad``, and ``.hess_diag`` if it is due.
+
+        Args:
+            loss: the loss itself, not scaled by ``scaler``.
+            scaler: scales the loss for the backward pass; the curvature comes out unscaled.
+            options: for :func:`hesscale.backward`: ``outputs``, ``retain_graph``, ``head``, ``fallback``.
+        """
+        scaled = loss if scaler is None else scaler.scale(loss)
+        if not self.is_curvature_due:
+            scaled.backward(retain_graph=options.get("retain_graph", False))
+            return
+        if scaler is not None:
+            options["scale"] = scaler.scale(torch.ones((), device=loss.device))
+        self.fill_curvature(scaled, **options)
+
+    def fill_curvature(self, loss: Tensor, *, retain_graph: bool = False, scale: Tensor | None = None, **options: Any) -> None:
+        """``.grad`` of every leaf as ``loss.backward()`` fills it, and ``hess_diag`` of this optimizer's parameters."""
+        engine.check_loss(loss)
+        options = {"outputs": None, "head": "exact", "fallback": "error", **options}
+        with unscaled(self, scale):
+            engine.carry(lambda: loss.backward(retain_graph=retain_graph), loss, self.parameters(), method=self.method, **options)
+
+    def fill_curvature_alone(self, loss: Tensor, *, scale: Tensor | None = None, **options: Any) -> None:
+        """``hess_diag`` of this optimizer's parameters, in a pass of its own that keeps the graph and touches no ``.grad``."""
+        reached = set(topological(edge_of(loss)[0]))
+        params = [p for p in self.parameters() if edge_of(p)[0] in reached]
+        found = self.diagonals(loss, params, **options)
+        with unscaled(self, scale):
+            for p, diagonal in zip(params, found, strict=True):
+                engine.accumulate(p, diagonal, p.grad is None, owned=True)
+
+    def diagonals(self, loss: Tensor, params: list[Tensor], **options: Any) -> Sequence[Tensor | None]:
+        """The Hessian diagonals that this optimizer averages."""
+        return engine.grad(loss, params, method=self.method, retain_graph=True, allow_unused=True, **options)[1]
+
+    def parameters(self) -> list[Any]:
+        """The parameters that may receive a gradient."""
+        return [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients and Hessian diagonals."""
+        super().zero_grad(set_to_none)
+        self.clear_curvature()
+
+    def clear_curvature(self) -> None:
+        for p in self.parameters():
+            p.hess_diag = None
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters and consume their Hessian diagonals; returns what ``closure`` returns.
+
+        Raises:
+            RuntimeError: if a Hessian diagonal is due and missing.
+            NonFiniteError: see ``on_nonfinite``.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.watch.report()
+        batches = self.collect()
+        if batches:
+            self.apply(batches)
+        for group in self.param_groups:
+            group["step_count"] += 1
+        self.clear_curvature()
+        return loss
+
+    def collect(self) -> list[tuple[dict[str, Any], Batch]]:
+        """The parameters that have a gradient, in batches that one foreach call can serve."""
+        batches: dict[object, tuple[dict[str, Any], Batch]] = {}
+        for i, group in enumerate(self.param_groups):
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                if p.grad.is_sparse:
+                    raise RuntimeError(f"{type(self).__name__} takes dense gradients; build the embedding with sparse=False")
+                key = (i, p.device, p.dtype, id(p) if group["foreach"] is False else None)
+                self.enter(p, group, batches.setdefault(key, (group, Batch()))[1])
+        found = list(batches.values())
+        self.check_curvature([batch for _, batch in found])
+        return found
+
+    def enter(self, p: Tensor, group: dict[str, Any], batch: Batch) -> None:
+        """Put a parameter and its state into a batch."""
+        state = self.state[p]
+        if not state:
+            state["step"] = torch.zeros((), device=p.device)
+            state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+            if self.squares_gradient:
+                state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+            if self.uses_curvature:
+                state["curvature_step"] = torch.zeros((), device=p.device)
+                state["exp_hess_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+        batch.params.append(p)
+        batch.gradients.append(p.grad)  # type: ignore[arg-type]
+        batch.momenta.append(state["exp_avg"])
+        batch.steps.append(state["step"])
+        if self.squares_gradient:
+            batch.gradient_squares.append(state["exp_avg_sq"])
+        if self.uses_curvature:
+            batch.curvature_squares.append(state["exp_hess_sq"])
+            batch.curvature_steps.append(state["curvature_step"])
+            if getattr(p, "hess_diag", None) is not None:
+                batch.curvatures.append(self.prepare(p.hess_diag))  # type: ignore[attr-defined]
+
+    def prepare(self, curvature: Tensor) -> Tensor:
+        """The diagonal as this optimizer averages it."""
+        return curvature
+
+    def check_curvature(self, batches: list[Batch]) -> None:
+        """Either every parameter with a gradient has a new Hessian diagonal, or none does and an older average can serve."""
+        wanted = sum(len(batch.curvature_squares) for batch in batches)
+        present = sum(len(batch.curvatures) for batch in batches)
+        if present == wanted:
+            return
+        if present:
+            raise RuntimeError(f"{wanted - present} of {wanted} parameters with a gradient have no hess_diag; {REMEDY}")
+        if self.is_curvature_due:
+            raise RuntimeError(f"{type(self).__name__} needs hess_diag for this step and found none; {REMEDY}")
+
+    def apply(self, batches: list[tuple[dict[str, Any], Batch]]) -> None:
+        """Algorithm 2, and 3 where there is a trust region."""
+        self.unscale([batch for _, batch in batches])
+        everything = [t for _, batch in batches for t in (*batch.gradients, *batch.curvatures)]
+        alive = self.watch.admit(everything, getattr(self, "found_inf", None))
+        if alive is not None and alive.device.type == "cpu":
+            return
+        self.watch.look_for_curvature([t for _, batch in batches for t in batch.curvatures])
+        for group, batch in batches:
+            self.average(group, batch, alive)
+        moves = [update.quotient(batch, group["lr"], group["betas"], group["eps"]) for group, batch in batches]
+        etas = self.trust(batches, moves)
+        for (group, batch), (denominators, factors), eta in zip(batches, moves, etas, strict=True):
+            scale = eta if alive is None else (1 if eta is None else eta) * alive
+            self.move(group, batch, denominators, factors, None if scale is None else scale.to(batch.params[0].device))
+
+    def move(
+        self, group: dict[str, Any], batch: Batch, denominators: list[Tensor], factors: list[Any], scale: Tensor | None
+    ) -> None:
+        """W ← W − scale · factor · M ⊘ denominator; ``scale`` is η, and 0 where the step must leave no trace."""
+        if group["decoupled_weight_decay"] and group["weight_decay"]:
+            decay = group["lr"] * group["weight_decay"]
+            torch._foreach_mul_(batch.params, 1 - (decay if scale is None else decay * (scale > 0)))
+        if scale is None and not isinstance(factors[0], Tensor):
+            torch._foreach_addcdiv_(batch.params, batch.momenta, denominators, [-factor for factor in factors])
+            return
+        steps = torch._foreach_div(batch.momenta, denominators)
+        torch._foreach_mul_(steps, factors)
+        if scale is not None:
+            torch._foreach_mul_(steps, scale)
+        torch._foreach_sub_(batch.params, steps)
+
+    def average(self, group: dict[str, Any], batch: Batch, alive: Tensor | None) -> None:
+        """Move the averages on, by gradients and curvature with their weight decay."""
+        if alive is not None:
+            alive = alive.to(batch.params[0].device)
+            batch.gradients = [torch.where(alive > 0, t, 0) for t in batch.gradients]
+            batch.curvatures = [torch.where(alive > 0, t, 0) for t in batch.curvatures]
+        if group["maximize"]:
+            batch.gradients = list(torch._foreach_neg(batch.gradients))
+        if group["weight_decay"] and not group["decoupled_weight_decay"]:
+            batch.gradients = list(torch._foreach_add(batch.gradients, batch.params, alpha=group["weight_decay"]))
+            if batch.curvatures:
+                batch.curvatures = list(torch._foreach_add(batch.curvatures, group["weight_decay"]))
+        update.average(batch, group["betas"], alive)
+
+    def trust(self, batches: list[tuple[dict[str, Any], Batch]], moves: list[tuple[list[Tensor], Any]]) -> list[Tensor | None]:
+        """η for each batch, None where no trust region holds it."""
+        regions: dict[int, list[int]] = {}
+        for i, (group, _) in enumerate(batches):
+            if group["trust_radius"] is not None:
+                regions.setdefault(id(group) if self.trust_region == "group" else 0, []).append(i)
+        etas: list[Tensor | None] = [None] * len(batches)
+        self.eta = []
+        for members in regions.values():
+            group = batches[members[0]][0]
+            parts = [update.quadratic(batches[i][1], *moves[i], group["betas"][1], group["bias_correction"]) for i in members]
+            h = torch.stack([part.to(parts[0].device) for part in parts]).sum()
+            self.eta.append(update.trust(h, group["trust_radius"]))
+            for i in members:
+                etas[i] = self.eta[-1]
+        self.count_scaled()
+        return etas
+
+    def count_scaled(self) -> None:
+        if self.eta:
+            scaled = torch.stack([eta.to(self.eta[0].device) < 1 for eta in self.eta]).float()
+            self.scaled_steps = scaled if self.scaled_steps is None else self.scaled_steps + scaled
+            self.measured_steps += 1
+
+    @property
+    def scaled_share(self) -> Tensor | None:
+        """Per trust region, the share of steps so far that η < 1 made shorter; None without a trust region."""
+        return None if self.scaled_steps is None else self.scaled_steps / self.measured_steps
+
+    @property
+    def nonfinite_steps(self) -> int:
+        """How many steps were left out for a non-finite number. Reading it waits for the device."""
+        return 0 if self.watch.count is None else int(self.watch.count)
+
+    def unscale(self, batches: list[Batch]) -> None:
+        """Take a gradient scaler's factor out of gradients and curvature; GradScaler.unscale_ does it for gradients alone."""
+        scale: Tensor | None = getattr(self, "grad_scale", None)
+        curvature_is_unscaled, self.curvature_is_unscaled = self.curvature_is_unscaled, False
+        for batch in batches:
+            if scale is not None:
+                torch._foreach_div_(batch.gradients, scale.to(batch.gradients[0].device))
+            if not batch.curvatures or curvature_is_unscaled:
+                continue
+            if scale is not None:
+                batch.curvatures = list(torch._foreach_div(batch.curvatures, scale.to(batch.curvatures[0].device)))
+            elif hasattr(self, "found_inf"):
+                raise RuntimeError(
+                    "GradScaler.unscale_ unscaled the gradients but not hess_diag; call optimizer.backward(loss, scaler=scaler) "
+                    "with the unscaled loss, or leave the unscaling to scaler.step"
+                )
+
+
+REMEDY = (
+    "in place of a plain loss.backward(), call optimizer.backward(loss) or hesscale.backward(loss), or wrap the loop in "
+    "`with hesscale.capture(optimizer):`"
+)
+
+
+@contextmanager
+def unscaled(optimizer: CurvatureOptimizer, scale: Tensor | None) -> Iterator[None]:
+    """Divide the Hessian diagonals that arrive inside the block by a gradient scaler's factor."""
+    if scale is None:
+        yield
+        return
+    earlier = [(p, getattr(p, "hess_diag", None), p.grad is None) for p in optimizer.parameters()]
+    for p, _, _ in earlier:
+        p.hess_diag = None
+    yield
+    for p, before, afresh in earlier:
+        if p.hess_diag is not None:
+            p.hess_diag /= scale.to(p.device)
+        if before is not None and not afresh:
+            p.hess_diag = before if p.hess_diag is None else before.add_(p.hess_diag)
+    optimizer.curvature_is_unscaled = True
+
+
+def check_number(name: str, value: Any, is_valid: Any) -> None:
+    if not is_valid:
+        raise ValueError(f"{name}={value!r} is out of range")

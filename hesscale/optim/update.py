@@ -1,0 +1,94 @@
+"""The update that all optimizers share: Algorithms 2 and 3 of the paper, and Adam, over lists of tensors.
+
+    M ← β₁M + (1 − β₁)F        V ← β₂V + (1 − β₂)S²        U = α M̂ ⊘ (√V̂ + ε)                (Algorithm 2)
+    h = Σ √V̂ ∘ U²              η = min(1, √(2Δ/h))          W ← W − ηU                        (Algorithm 3)
+
+F is the gradient; S the Hessian diagonal, or F for Adam, whose trust region keeps an average of the diagonal beside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Number = float | Tensor
+
+
+@dataclass
+class Batch:
+    """Parameters of one group on one device with one dtype, and what their update needs."""
+
+    params: list[Tensor] = field(default_factory=list)
+    gradients: list[Tensor] = field(default_factory=list)
+    curvatures: list[Tensor] = field(default_factory=list)  # empty between curvature updates
+    momenta: list[Tensor] = field(default_factory=list)
+    gradient_squares: list[Tensor] = field(default_factory=list)  # Adam's V
+    curvature_squares: list[Tensor] = field(default_factory=list)
+    steps: list[Tensor] = field(default_factory=list)
+    curvature_steps: list[Tensor] = field(default_factory=list)
+
+
+def average(batch: Batch, betas: tuple[float, float], alive: Tensor | None) -> None:
+    """Move the averages on; ``alive`` is a 0-d tensor that is 0 where this step must leave no trace."""
+    beta1, beta2 = betas
+    keep2 = kept(beta2, alive)
+    if alive is None:
+        torch._foreach_lerp_(batch.momenta, batch.gradients, 1 - beta1)
+    else:
+        torch._foreach_mul_(batch.momenta, kept(beta1, alive))
+        torch._foreach_add_(batch.momenta, batch.gradients, alpha=1 - beta1)
+    torch._foreach_add_(batch.steps, 1 if alive is None else alive)
+    if batch.gradient_squares:
+        torch._foreach_mul_(batch.gradient_squares, keep2)
+        torch._foreach_addcmul_(batch.gradient_squares, batch.gradients, batch.gradients, 1 - beta2)
+    if batch.curvatures:
+        torch._foreach_mul_(batch.curvature_squares, keep2)
+        torch._foreach_addcmul_(batch.curvature_squares, batch.curvatures, batch.curvatures, 1 - beta2)
+        torch._foreach_add_(batch.curvature_steps, 1 if alive is None else alive)
+
+
+def kept(beta: float, alive: Tensor | None) -> Number:
+    return beta if alive is None else 1 - (1 - beta) * alive
+
+
+def quotient(batch: Batch, lr: Number, betas: tuple[float, float], eps: float) -> tuple[list[Tensor], Any]:
+    """The update as U = factor · M ⊘ denominator, with denominator √V + ε√(1 − β₂ᵗ) in new tensors."""
+    beta1, beta2 = betas
+    by_gradient = bool(batch.gradient_squares)
+    squares, steps = (batch.gradient_squares, batch.steps) if by_gradient else (batch.curvature_squares, batch.curvature_steps)
+    scales = [c**0.5 for c in corrections(beta2, steps)]
+    denominators = list(torch._foreach_sqrt(squares))
+    torch._foreach_add_(denominators, [eps * scale for scale in scales])
+    return denominators, [lr * scale / c for scale, c in zip(scales, corrections(beta1, batch.steps), strict=True)]
+
+
+def root(squares: list[Tensor], steps: list[Tensor], beta2: float, bias_correction: bool = True) -> list[Tensor]:
+    """√V̂, in new tensors."""
+    roots = list(torch._foreach_sqrt(squares))
+    if bias_correction:
+        torch._foreach_div_(roots, [c**0.5 for c in corrections(beta2, steps)])
+    return roots
+
+
+def corrections(beta: float, steps: list[Tensor]) -> list[Any]:
+    """1 − βᵗ: numbers on a CPU, tensors elsewhere, where reading a number would stall."""
+    if not steps or steps[0].device.type == "cpu":
+        return [1 - beta ** float(step) for step in steps]
+    return list(torch._foreach_add(torch._foreach_neg(torch._foreach_pow(beta, steps)), 1.0))
+
+
+def quadratic(batch: Batch, denominators: list[Tensor], factors: Any, beta2: float, bias_correction: bool) -> Tensor:
+    """Σ √V̂ ∘ U², the curvature along the update."""
+    weighted = list(torch._foreach_div(batch.momenta, denominators))
+    torch._foreach_mul_(weighted, factors)
+    torch._foreach_mul_(weighted, weighted)
+    torch._foreach_mul_(weighted, root(batch.curvature_squares, batch.curvature_steps, beta2, bias_correction))
+    return torch.stack([w.sum() for w in weighted]).sum()
+
+
+def trust(h: Tensor, radius: float) -> Tensor:
+    """η = min(1, √(2Δ/h)), 1 where h = 0."""
+    return (2 * radius / h).sqrt().clamp_max(1)

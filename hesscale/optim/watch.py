@@ -1,0 +1,99 @@
+"""Keeps non-finite numbers away from weights and averages, without ever making the device wait."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..errors import CurvatureWarning, NonFiniteError
+
+CHOICES = ("raise", "skip")
+
+
+class Watch:
+    """Looks at every step's gradients and curvature.
+
+    On a CPU a bad step is known, and reported, at once. On a GPU it is masked there, and reported at a later step, when
+    the flag has arrived on the host by itself.
+    """
+
+    def __init__(self, on_nonfinite: str) -> None:
+        if on_nonfinite not in CHOICES:
+            raise ValueError(f"on_nonfinite={on_nonfinite!r} is not one of {', '.join(map(repr, CHOICES))}")
+        self.on_nonfinite = on_nonfinite
+        self.count: Tensor | None = None  # steps that were masked, where they happened
+        self.curvature_seen = False
+        self.on_its_way: tuple[Tensor, torch.cuda.Event] | None = None
+
+    def admit(self, tensors: Sequence[Tensor], found_inf: Tensor | None) -> Tensor | None:
+        """None if all is finite, as far as the host can tell without waiting; else a 0-d tensor, 1 for go and 0 for leave."""
+        flags = [is_finite(group) for group in by_device(tensors)]
+        finite = flags[0]
+        for flag in flags[1:]:
+            finite = finite & flag.to(finite.device)
+        alive = finite if found_inf is None else finite & (found_inf == 0).to(finite.device)
+        if finite.device.type == "cpu" and bool(alive):
+            return None
+        expected = False if found_inf is None else (found_inf != 0).to(finite.device)  # a gradient scaler looks for these itself
+        bad = ~finite & ~expected if isinstance(expected, Tensor) else ~finite
+        self.count = bad.long() if self.count is None else self.count + bad
+        if self.on_nonfinite == "raise":
+            self.send(bad)
+        return alive.to(torch.float32)
+
+    def send(self, bad: Tensor) -> None:
+        """Report a bad step: now on a CPU, else once the flag has travelled."""
+        if bad.device.type == "cpu":
+            complain(bool(bad), "")
+        elif self.on_its_way is None:
+            event = torch.cuda.Event()
+            host = bad.to("cpu", non_blocking=True)
+            event.record()
+            self.on_its_way = host, event
+
+    def report(self) -> None:
+        """Raise for an earlier step, if its flag has arrived."""
+        if self.on_its_way is not None and self.on_its_way[1].query():
+            host, self.on_its_way = self.on_its_way[0], None
+            complain(bool(host), "an earlier step: ")
+
+    def look_for_curvature(self, curvatures: Sequence[Tensor]) -> None:
+        """Warn once where the first curvature is zero everywhere, on a CPU, where looking costs nothing."""
+        if self.curvature_seen or not curvatures or curvatures[0].device.type != "cpu":
+            return
+        self.curvature_seen = True
+        if not any(bool(curvature.any()) for curvature in curvatures):
+            warnings.warn(
+                "the Hessian diagonal is zero for every parameter (piecewise linear model and loss?), so the step divides by eps "
+                "alone; use a loss with curvature, or an optimizer of the gradient",
+                CurvatureWarning,
+                stacklevel=4,
+            )
+
+
+def is_finite(tensors: list[Tensor]) -> Tensor:
+    """By sums, which take one fast pass: what is not finite stays so, and only numbers near the end of the range overflow."""
+    dtype = torch.float32 if tensors[0].dtype in (torch.float16, torch.bfloat16) else None
+    if tensors[0].device.type == "cpu":
+        sums: Sequence[Tensor] = [tensor.sum(dtype=dtype) for tensor in tensors]
+    else:
+        sums = torch._foreach_norm(tensors, 1, dtype=dtype)  # one kernel for all of them
+    return torch.stack(list(sums)).isfinite().all()
+
+
+def by_device(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return list(groups.values())
+
+
+def complain(bad: bool, when: str) -> None:
+    if bad:
+        raise NonFiniteError(
+            f"{when}a gradient or Hessian diagonal is not finite; weights and averages were left as they were. Lower the step "
+            "size, set trust_radius, or pass on_nonfinite='skip' to leave such steps out"
+        )
