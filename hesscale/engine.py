@@ -64,7 +64,7 @@ def backward(
     check_choices(method=method, head=head, fallback=fallback)
     check_loss(loss)
     wanted = None if inputs is None else as_tensors(inputs, "inputs")
-    options = dict(method=method, outputs=outputs, head=head, fallback=fallback)
+    options = {"method": method, "outputs": outputs, "head": head, "fallback": fallback}
     carry(lambda: torch.autograd.backward(loss, inputs=wanted, retain_graph=retain_graph), loss, wanted, **options)
 
 

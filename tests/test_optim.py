@@ -195,7 +195,7 @@ def test_maximize():
 @pytest.mark.parametrize("optimizer", OURS)
 def test_state_survives_saving(optimizer):
     """Ten steps, saved and loaded (weights only), and ten more equal twenty in one go."""
-    options = dict(lr=0.01, trust_radius=1e-3, curvature_every=3)
+    options = {"lr": 0.01, "trust_radius": 1e-3, "curvature_every": 3}
     whole, parts = make_model(), make_model()
     first = optimizer(whole.parameters(), **seeded(optimizer, 0), **options)
     train(whole, first, 20)

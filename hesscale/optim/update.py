@@ -74,10 +74,13 @@ def root(squares: list[Tensor], steps: list[Tensor], beta2: float, bias_correcti
 
 
 def corrections(beta: float, steps: list[Tensor]) -> list[Any]:
-    """1 − βᵗ: numbers on a CPU, tensors elsewhere, where reading a number would stall."""
+    """1 − βᵗ: numbers on a CPU, tensors elsewhere, where reading a number would stall; not zero before the first step either."""
     if not steps or steps[0].device.type == "cpu":
         return [1 - beta ** float(step) for step in steps]
-    return list(torch._foreach_add(torch._foreach_neg(torch._foreach_pow(beta, steps)), 1.0))
+    found = torch._foreach_neg(torch._foreach_pow(beta, steps))
+    torch._foreach_add_(found, 1.0)
+    torch._foreach_clamp_min_(found, 1e-30)
+    return list(found)
 
 
 def quadratic(batch: Batch, denominators: list[Tensor], factors: Any, beta2: float, bias_correction: bool) -> Tensor:
