@@ -37,6 +37,7 @@ class TensorVerdict:
 
     block: tuple[int, ...] | None = None  # the dimensions whose entries share second derivatives; the rest are samples
     calls: int = 0
+    vectors: tuple[Tensor, Tensor] | None = None  # kept where they are needed: bringing them to a GPU makes it wait
 
 
 Verdict = dict[int, TensorVerdict]
@@ -249,7 +250,7 @@ def hessian_diagonal(gradient: Tensor | None, edge: Edge, stops: set[Node], memo
         if count > MOST_PRODUCTS:
             continue
         order = block + tuple(d for d in range(len(shape)) if d not in block)
-        z, other = random_vectors(gradient, count)
+        z, other = random_vectors(gradient, count, memory)
         diagonal, predicted = block_products(products, shape, order, z, other)
         if verify and len(block) < len(shape):
             (product,) = products(unpermute(other, shape, order).unsqueeze(0))
@@ -294,13 +295,16 @@ def block_guesses(rank: int) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(g for g in guesses if all(0 <= d < rank for d in g)))
 
 
-def random_vectors(like: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def random_vectors(like: Tensor, count: int, memory: TensorVerdict) -> tuple[Tensor, Tensor]:
     """Two random tensors of shape (block, samples) with entries in ±[½, 3⁄2], the same at every call."""
-    generator = torch.Generator("cpu").manual_seed(0)
-    z = torch.rand(2, count, like.numel() // max(count, 1), generator=generator, dtype=torch.float64, device="cpu") + 0.5
-    z *= torch.randint(0, 2, z.shape, generator=generator, device="cpu") * 2 - 1
-    first, second = z.to(dtype=like.dtype, device=like.device)
-    return first, second
+    known = memory.vectors
+    if known is None or known[0].shape[0] != count or (known[0].dtype, known[0].device) != (like.dtype, like.device):
+        generator = torch.Generator("cpu").manual_seed(0)
+        z = torch.rand(2, count, like.numel() // max(count, 1), generator=generator, dtype=torch.float64, device="cpu") + 0.5
+        z *= torch.randint(0, 2, z.shape, generator=generator, device="cpu") * 2 - 1
+        first, second = z.to(dtype=like.dtype, device=like.device)
+        memory.vectors = known = first, second
+    return known
 
 
 def permute(tensor: Tensor, order: tuple[int, ...], count: int) -> Tensor:

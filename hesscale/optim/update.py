@@ -8,6 +8,7 @@ F is the gradient; S the Hessian diagonal, or F for Adam, whose trust region kee
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,14 +41,21 @@ def average(batch: Batch, betas: tuple[float, float], alive: Tensor | None) -> N
     else:
         torch._foreach_mul_(batch.momenta, kept(beta1, alive))
         torch._foreach_add_(batch.momenta, batch.gradients, alpha=1 - beta1)
-    torch._foreach_add_(batch.steps, 1 if alive is None else alive)
+    count(batch.steps, alive)
     if batch.gradient_squares:
         torch._foreach_mul_(batch.gradient_squares, keep2)
         torch._foreach_addcmul_(batch.gradient_squares, batch.gradients, batch.gradients, 1 - beta2)
     if batch.curvatures:
         torch._foreach_mul_(batch.curvature_squares, keep2)
         torch._foreach_addcmul_(batch.curvature_squares, batch.curvatures, batch.curvatures, 1 - beta2)
-        torch._foreach_add_(batch.curvature_steps, 1 if alive is None else alive)
+        count(batch.curvature_steps, alive)
+
+
+def count(steps: list[Tensor], alive: Tensor | None) -> None:
+    if alive is None:
+        torch._foreach_add_(steps, 1)
+    else:
+        torch._foreach_add_(steps, [alive] * len(steps))  # one tensor for all would be read on the host
 
 
 def kept(beta: float, alive: Tensor | None) -> Number:
@@ -77,8 +85,9 @@ def corrections(beta: float, steps: list[Tensor]) -> list[Any]:
     """1 − βᵗ: numbers on a CPU, tensors elsewhere, where reading a number would stall; not zero before the first step either."""
     if not steps or steps[0].device.type == "cpu":
         return [1 - beta ** float(step) for step in steps]
-    found = torch._foreach_neg(torch._foreach_pow(beta, steps))
-    torch._foreach_add_(found, 1.0)
+    found = torch._foreach_mul(steps, math.log(max(beta, 1e-30)))
+    torch._foreach_expm1_(found)  # in float32, 1 − 0.999 would lose four digits
+    torch._foreach_neg_(found)
     torch._foreach_clamp_min_(found, 1e-30)
     return list(found)
 
