@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointError
 
 from . import heads
+from .errors import UnsupportedOperator
 from .graph import Step, steps_of
 from .nodes import Edge, Node, edge_of, leading_to, metadata, topological
 from .rules.registry import Shares
@@ -76,7 +78,7 @@ def carry(run_backward: Callable[[], None], loss: Tensor, tensors: Sequence[Tens
     with plan.hooks():
         run_backward()
     plan.fill_the_flat()
-    for tensor, edge, afresh in zip(tensors, plan.wanted, fresh, strict=True):
+    for edge, (tensor, afresh) in dict(zip(plan.wanted, zip(tensors, fresh, strict=True), strict=True)).items():
         if edge[0] in plan.reached and tensor.grad is not None:
             accumulate(tensor, plan.diagonals.get(edge), afresh)
 
@@ -149,7 +151,8 @@ class Plan:
         self.owned: set[Edge] = set()  # where the diagonal's memory is ours alone
         self.exact: dict[Edge, heads.Exact] = {}
         self.riders: dict[Node, Step] = {}
-        self.leaves = {step.node: step.node.variable.grad is None for step in self.steps if step.rule is None}
+        self.root = root
+        self.leaves = {step.node: Before.of(step.node.variable) for step in self.steps if step.rule is None}
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
@@ -162,13 +165,24 @@ class Plan:
         quiet = without_autocast if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda") else lambda visit: visit
         handles = []
         try:
+            handles.append(self.root.register_prehook(self.begin))
             for step in self.steps:
                 if step.node not in settled and step.node not in self.riders:
                     handles.append(step.node.register_prehook(quiet(self.hook(step))))
             yield
+        except CheckpointError as error:
+            raise UnsupportedOperator(
+                "torch.utils.checkpoint gives a saved tensor only once, which leaves none for the curvature rules. Run this part "
+                "without checkpointing; gradients have changed in part, clear them"
+            ) from error
         finally:
             for handle in handles:
                 handle.remove()
+
+    def begin(self, gradients: Sequence[Tensor | None]) -> None:
+        """The pass has reached the loss: all calls that belong to it come from this graph task."""
+        if self.task is None:
+            self.task = torch._C._current_graph_task_id()
 
     def find_riders(self) -> dict[Node, Step]:
         """Nodes that need no hook: one consumer gives them all their curvature, and they need no gradient to pass it on."""
@@ -183,7 +197,7 @@ class Plan:
     def waits_for_gradient(self, step: Step) -> bool:
         node, rule, _, repeated = step
         if rule is None:
-            return False
+            return bool(node.variable._post_accumulate_grad_hooks)  # these may clear the gradient that says whether there was one
         return rule.many or (rule.uses_gradient(repeated) and (not self.gauss_newton or node in self.head.nodes))
 
     def hook(self, step: Step) -> Callable[[Sequence[Tensor | None]], None]:
@@ -193,14 +207,14 @@ class Plan:
         if rule is None:
 
             def visit(gradients: Sequence[Tensor | None]) -> None:
-                if gradients[0] is not None and not self.is_nested():
+                if gradients[0] is not None and not self.is_foreign():
                     self.arrive(node, self.diagonals.pop((node, 0), None), (node, 0) in self.owned)
 
         elif rule.many:
             tensors = [(node, i) for i in range(len(node._input_metadata))]
 
             def visit(gradients: Sequence[Tensor | None]) -> None:
-                if self.is_nested():
+                if self.is_foreign():
                     return
                 s = tuple([self.take(tensor) for tensor in tensors])
                 g = tuple([carried(t) if keeps_gradient else None for t in gradients])
@@ -211,7 +225,7 @@ class Plan:
             bends = rule.uses_gradient(repeated)
 
             def visit(gradients: Sequence[Tensor | None]) -> None:
-                if self.is_nested():
+                if self.is_foreign():
                     return
                 s = self.take((node, 0))
                 g = carried(gradients[0]) if keeps_gradient else None
@@ -220,12 +234,9 @@ class Plan:
 
         return visit
 
-    def is_nested(self) -> bool:
-        """Whether this call comes from a backward pass that a rule runs inside the one we serve."""
-        task = torch._C._current_graph_task_id()
-        if self.task is None:
-            self.task = task
-        return task != self.task
+    def is_foreign(self) -> bool:
+        """Whether this call comes from another backward pass: one that a rule runs, or another thread's that shares a node."""
+        return self.task != torch._C._current_graph_task_id()
 
     def take(self, edge: Edge) -> Tensor | None:
         """The diagonal at a tensor, all of whose consumers have been visited."""
@@ -270,13 +281,27 @@ class Plan:
 
     def arrive(self, leaf: Node, diagonal: Tensor | None, owned: bool) -> None:
         """Fill a parameter's hess_diag."""
-        accumulate(leaf.variable, diagonal, self.leaves.pop(leaf), owned)
+        accumulate(leaf.variable, diagonal, self.leaves.pop(leaf).gradient is None, owned)
 
     def fill_the_flat(self) -> None:
         """Zeros for leaves that received a gradient, but no curvature."""
-        for leaf in list(self.leaves):
-            if leaf.variable.grad is not None:
+        for leaf, before in list(self.leaves.items()):
+            if before.has_changed(leaf.variable):
                 self.arrive(leaf, None, False)
+
+
+class Before(NamedTuple):
+    """A leaf's gradient as it was before the pass."""
+
+    gradient: Tensor | None
+    version: int
+
+    @staticmethod
+    def of(leaf: Tensor) -> Before:
+        return Before(leaf.grad, 0 if leaf.grad is None else leaf.grad._version)
+
+    def has_changed(self, leaf: Tensor) -> bool:
+        return leaf.grad is not self.gradient or (leaf.grad is not None and leaf.grad._version != self.version)
 
 
 def is_zero(values: Sequence[Tensor | None]) -> bool:

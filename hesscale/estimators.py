@@ -315,19 +315,14 @@ class Outputs:
         self.head = find_head(request)
         self.stops = {node for node, _ in self.head.ends}
         reached = {node for node, _ in request.edges}.union(leading_to(request.order, request.edges))
-        ends = [
-            e
-            for e in dict.fromkeys([e for step in self.head.steps for e in step.edges])
-            if e in self.head.ends and e[0] in reached
-        ]
+        tensors = dict.fromkeys([edge for step in self.head.steps for edge in step.edges])
+        ends = [edge for edge in tensors if edge in self.head.ends and edge[0] in reached]
         self.edges = [end for end in ends if end[0].name() != LEAF]
         self.leaves = {k: edge for k, edge in enumerate(request.edges) if edge in ends and edge not in self.edges}
         below = set(topological(*[node for node, _ in self.edges]))
         self.tied = any(node in below for node, _ in self.leaves.values())  # z depends on a parameter that the head meets too
         self.shapes = [tuple(metadata(edge).shape) for edge in self.edges]
         self.gradients = self.pull_loss(ends)
-        for gradient in self.gradients.values():
-            check_twice_differentiable(gradient)
 
     def pull_loss(self, targets: Sequence[Edge]) -> dict[Edge, Tensor]:
         """∂L/∂x at tensors of the head, with a graph; nothing where it is zero."""
@@ -355,6 +350,13 @@ class Outputs:
             for part, shape, edge in zip(parts, self.shapes, self.edges, strict=True)
         ]
 
+    @cached_property
+    def sources(self) -> dict[Edge, Edge]:
+        """∂L/∂x as an edge of its own graph, at the ends of the head where it is not constant."""
+        curved = {end: gradient for end, gradient in self.gradients.items() if gradient.requires_grad}
+        check_twice_differentiable([*curved.values()])
+        return {end: edge_of(gradient) for end, gradient in curved.items()}
+
     def gradient(self, edge: Edge) -> Tensor:
         """∂L/∂z at one of the outputs."""
         return self.gradients[edge].detach() if edge in self.gradients else zeros_at(edge)
@@ -375,8 +377,8 @@ class Outputs:
         def product(*vectors: Tensor) -> tuple[Tensor, ...]:
             seeds: dict[Edge, Tensor] = {}
             for end, vector in zip(ends, vectors, strict=True):
-                if end in self.gradients and self.gradients[end].requires_grad:
-                    add_to(seeds, edge_of(self.gradients[end]), vector)
+                if end in self.sources:
+                    add_to(seeds, self.sources[end], vector)
             found = heads.pull(seeds, targets, self.stops)
             return tuple([found[target] if target in found else zeros_at(target) for target in targets])
 
@@ -416,12 +418,17 @@ class Outputs:
 
     def draw_labels(self, count: int) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
         """a = √|w| (q − e_y) with y drawn from q, and b = a with the sign of w."""
-        errors = [softmax.q - self.request.labels(count, softmax.q, softmax.dim) for softmax in self.softmaxes]
-        a = self.from_softmaxes([e * s.weight.abs().sqrt() for e, s in zip(errors, self.softmaxes, strict=True)])
-        if all(bool((softmax.weight >= 0).all()) for softmax in self.softmaxes):
+        rows = [(q - self.request.labels(count, q, dim)) * weight.abs().sqrt() for _, q, dim, weight in self.softmaxes]
+        a = self.from_softmaxes(rows)
+        if self.is_average or all(bool((softmax.weight >= 0).all()) for softmax in self.softmaxes):
             return a, a, {}
-        signed = [s.weight.sign() * s.weight.abs().sqrt() for s in self.softmaxes]
-        return a, self.from_softmaxes([e * w for e, w in zip(errors, signed, strict=True)]), {}
+        return a, self.from_softmaxes([row * s.weight.sign() for row, s in zip(rows, self.softmaxes, strict=True)]), {}
+
+    @cached_property
+    def is_average(self) -> bool:
+        """Whether the weights of the samples are positive by construction; looking at them would make a GPU wait."""
+        steps = [step for step in self.head.steps if step.node.name() != "LogSoftmaxBackward0"]
+        return all(step.node.name() in AVERAGES and getattr(step.node, "_saved_weight", None) is None for step in steps)
 
     def from_softmaxes(self, rows: Sequence[Tensor]) -> Tensor:
         """Vectors at the inputs of the log-softmaxes, pulled back to z."""
@@ -467,6 +474,7 @@ def is_linear(step: Step) -> bool:
     return apart and not any(step.rule.bends(i) for i in live)
 
 
+AVERAGES = ("MeanBackward0", "NllLossBackward0", "NllLoss2DBackward0", "SumBackward0", "ViewBackward0", "UnsafeViewBackward0")
 UNKNOWN = Rule(lambda *_: None, "unknown", "an operator without a rule")
 
 
@@ -525,7 +533,6 @@ class Use(NamedTuple):
 
 TRANSPOSES = ("TBackward0", "TransposeBackward0", "PermuteBackward0")
 PRODUCTS = {"MmBackward0": 1, "AddmmBackward0": 2}  # and which input is the weight
-VIEWS = ("UnsafeViewBackward0", "ViewBackward0")
 
 
 def uses_of(request: Request) -> list[Use]:
@@ -557,7 +564,7 @@ def is_of_layer(use: Use) -> bool:
 
 def is_product(node: Node | None) -> bool:
     """Whether a node is a matrix product, with its result viewed in another shape or not."""
-    while node is not None and node.name() in VIEWS:
+    while node is not None and node.name() in ("UnsafeViewBackward0", "ViewBackward0"):
         node = node.next_functions[0][0]
     return node is not None and node.name() == "MmBackward0"
 
@@ -625,22 +632,24 @@ def entry_by_entry(products: Callable[[Tensor], Tensor], like: Tensor, at_once: 
 def diagonal_if_alone(products: Callable[[Tensor], Tensor], like: Tensor) -> Tensor | None:
     """The diagonal of a symmetric matrix that has nothing else, from its products with two vectors; None if it has more."""
     z = torch.rand(len(like), generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float64, device="cpu").to(like) + 0.5
-    diagonal, other = products(torch.stack([torch.ones_like(z), z]))
-    return diagonal if not len(like) or heads.agree(other, diagonal * z) else None
+    diagonal, product = products(torch.stack([torch.ones_like(z), z]))
+    error, scale = (product - diagonal * z).abs(), torch.finfo(like.dtype).eps ** 0.5 * (product.abs().max() if len(like) else 0)
+    return diagonal if bool((error <= scale).all()) else None
 
 
 def gradients_at(request: Request, edges: Sequence[Edge]) -> list[Tensor | None]:
     """∂L/∂x with a graph; None where the loss is linear in x."""
     inputs = [gradient_edge(edge) for edge in edges]
     found = torch.autograd.grad(request.loss, inputs, create_graph=True, allow_unused=True)
-    for gradient in found:
-        if gradient is not None:
-            check_twice_differentiable(gradient)
-    return [gradient if gradient is not None and gradient.requires_grad else None for gradient in found]
+    curved = [gradient if gradient is not None and gradient.requires_grad else None for gradient in found]
+    check_twice_differentiable([gradient for gradient in curved if gradient is not None])
+    return curved
 
 
-def check_twice_differentiable(gradient: Tensor) -> None:
-    if is_once_differentiable(gradient):
+def check_twice_differentiable(gradients: Sequence[Tensor]) -> None:
+    with torch.enable_grad():  # one tensor that depends on them all, so that their graph is walked once
+        joined = torch.cat([gradient.reshape(-1)[:1].float() for gradient in gradients]) if gradients else torch.empty(0)
+    if is_once_differentiable(joined):
         raise UnsupportedOperator(
             "PyTorch cannot differentiate this loss twice, which this estimator needs. Take one that does not ('hesscale', "
             "'squared_gradient'), or write the operator at fault with others that PyTorch can differentiate twice"
@@ -677,6 +686,8 @@ def in_rows(many: Callable[..., Sequence[Any]], one: Callable[..., Sequence[Any]
         except RuntimeError:  # if it is not about batching, ``one`` raises it too
             pass
     found = [one(*row) for row in zip(*rows, strict=True)]
+    if len(found) == 1:
+        return [None if value is None else value.unsqueeze(0) for value in found[0]]
     return [None if values[0] is None else torch.stack(values) for values in zip(*found, strict=True)]
 
 
@@ -690,7 +701,8 @@ def add_products(total: list[Tensor | None], left: Diagonals, right: Diagonals, 
     for k, (a, b) in enumerate(zip(left, right, strict=True)):
         if a is not None and b is not None:
             dtype = carrier(a.dtype)
-            add_to(total, k, (a.to(dtype) * b.to(dtype)).sum(0) * scale)
+            product = (a.to(dtype) * b.to(dtype)).sum(0)
+            add_to(total, k, product if scale == 1 else product * scale)
 
 
 def add_to(total: Any, key: Any, value: Tensor) -> None:

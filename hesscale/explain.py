@@ -96,6 +96,9 @@ def explain(
     return Explanation(tuple(rows), tuple(reasons.values()))
 
 
+UNKNOWN = Rule(lambda *_: None, "", "no rule")
+
+
 def lenient_steps(loss: Tensor, method: str) -> tuple[list[Step], dict[str, str]]:
     """The graph's steps, and for each unsupported operator in it the reason; such a node counts as dense and mixing."""
     special = BL89 if method == "bl89" else {}
@@ -105,7 +108,7 @@ def lenient_steps(loss: Tensor, method: str) -> tuple[list[Step], dict[str, str]
             steps.append(step_of(node, special, "error"))
         except UnsupportedOperator as error:
             reasons[node.name()] = str(error)
-            steps.append(Step(node, Rule(lambda *_: None, "", ""), node.next_functions, False))
+            steps.append(Step(node, UNKNOWN, node.next_functions, False))
     return steps, reasons
 
 

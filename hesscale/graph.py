@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from .errors import UnsupportedOperator
-from .nodes import Edge, Node, metadata
+from .nodes import Edge, Node, metadata, per_edge
 from .rules import BL89, REFUSED, RULES, Rule, brute_force
-from .rules.registry import RuleFunction, Share, Shares, summary_of
+from .rules.registry import RuleFunction, Shares, summary_of
 
 LEAF = "torch::autograd::AccumulateGrad"
 
@@ -40,6 +40,10 @@ def step_of(node: Node, special: dict[str, Rule], fallback: str) -> Step:
     name = node.name()
     edges = node.next_functions
     if name == LEAF and not is_foreign(node._input_metadata[0]):
+        if node.variable.numel() and not node.variable.untyped_storage().nbytes():
+            raise UnsupportedOperator(
+                "a parameter holds no data now, as under FSDP after the forward pass; FSDP is not supported"
+            )
         return Step(node, None, edges, False)
     rule = special.get(name) or RULES.get(name) or custom_rule(node)
     repeated = len(edges) > 1 and is_repeated(edges)
@@ -101,12 +105,9 @@ def rule_of_function(forward: type, many: bool) -> Rule | None:
     if function is None:
         return None
 
-    def apply(node: Node, g: Shares, s: Shares) -> list[Share]:
+    def apply(node: Node, g: Shares, s: Shares) -> Shares:
         shares = function(node, g, s)
-        shares = (shares,) if isinstance(shares, Tensor) or shares is None else shares
-        # one share per argument of forward, like backward; edges exist for its tensors only
-        given = iter([share for share, needed in zip(shares, node.needs_input_grad, strict=True) if needed])
-        return [None if child is None else next(given) for child, _ in node.next_functions]
+        return per_edge(node, (shares,) if isinstance(shares, Tensor) or shares is None else shares)
 
     return Rule(apply, "custom", summary_of(function) or "defined by the function itself", many=many)
 

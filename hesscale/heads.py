@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .errors import CurvatureWarning
 from .graph import Step
-from .nodes import Edge, Node, edge_of, is_once_differentiable, leading_to, metadata, topological
+from .nodes import Edge, Node, edge_of, is_once_differentiable, metadata, pull
 
 ZERO, DIAGONAL, DENSE = range(3)  # what is known of a Hessian, best first
 MOST_PRODUCTS = 1024  # Hessian-vector products for one output tensor
@@ -31,13 +31,33 @@ MOST_VERDICTS = 1000
 Use = tuple[Node, int]  # a tensor as one input of one node
 
 
+def warn(message: str) -> None:
+    warnings.warn(message, CurvatureWarning, stacklevel=2)
+
+
 @dataclass
 class TensorVerdict:
     """What is remembered of a doubtful tensor from step to step."""
 
     block: tuple[int, ...] | None = None  # the dimensions whose entries share second derivatives; the rest are samples
-    calls: int = 0
     vectors: tuple[Tensor, Tensor] | None = None  # kept where they are needed: bringing them to a GPU makes it wait
+    news: tuple[Tensor, torch.cuda.Event, tuple[int, ...] | None] | None = None  # a check under way to the host
+
+    def tell(self, agreed: Tensor, block: tuple[int, ...], guesses: list[tuple[int, ...]]) -> None:
+        """Send the outcome of a check to the host, with the block to go on to if it failed."""
+        if self.news is None:
+            event = torch.cuda.Event()
+            host = agreed.to("cpu", non_blocking=True)
+            event.record()
+            self.news = host, event, guesses[guesses.index(block) + 1]
+
+    def hear(self) -> None:
+        """Take in the outcome of an earlier check, if it has arrived."""
+        if self.news is not None and self.news[1].query():
+            (agreed, _, following), self.news = self.news, None
+            if not bool(agreed):
+                self.block = following
+                warn("entries of a loss's output have come to share second derivatives; its last diagonals there were off")
 
 
 Verdict = dict[int, TensorVerdict]
@@ -52,6 +72,10 @@ class Head:
     steps: list[Step]
     ends: frozenset[Edge]
     doubtful: dict[Edge, TensorVerdict]
+
+    @property
+    def has_custom_functions(self) -> bool:
+        return any(hasattr(step.node, "_forward_cls") for step in self.steps)
 
     @staticmethod
     def empty() -> Head:
@@ -100,12 +124,18 @@ def verdict(steps: Sequence[Step], tensors: Sequence[Edge]) -> Verdict:
     """Which tensors of a head are doubtful, by their place in it; decided once for heads with the same operators and shapes."""
     number = {tensor: i for i, tensor in enumerate(tensors)}
     shapes = tuple([tuple(metadata(tensor).shape) for tensor in tensors])
-    signature = shapes, tuple([(step.function, tuple([number.get(edge) for edge in step.edges])) for step in steps])
+    signature = shapes, tuple([wiring(step, number) for step in steps])
     if signature not in _verdicts:
         if len(_verdicts) >= MOST_VERDICTS:
             _verdicts.clear()
         _verdicts[signature] = {number[tensor]: TensorVerdict() for tensor in find_doubtful(steps)}
     return _verdicts[signature]
+
+
+def wiring(step: Step, number: dict[Edge, int]) -> tuple[object, ...]:
+    """A step's rule, and the tensors it takes and makes, by number."""
+    makes = [number.get((step.node, i)) for i in range(len(step.node._input_metadata))]
+    return step.rule, step.repeated, tuple([number.get(edge) for edge in step.edges]), tuple(makes)
 
 
 def find_doubtful(steps: Sequence[Step]) -> set[Edge]:
@@ -190,7 +220,11 @@ def exact_diagonals(loss: Tensor, head: Head) -> dict[Edge, Exact]:
         try:
             gradients = pull({edge_of(loss): torch.ones_like(loss)}, list(head.doubtful), stops)
             for edge, memory in head.doubtful.items():
-                exact = hessian_diagonal(gradients.get(edge), edge, stops, memory)
+                gradient = gradients.get(edge)
+                if head.has_custom_functions and (gradient is None or not gradient.requires_grad):
+                    warn(f"{CANNOT} (a custom function in it gives gradients without a graph)")
+                    continue
+                exact = hessian_diagonal(gradient, edge, stops, memory)
                 if exact is not None:
                     found[edge] = exact
         except RuntimeError as error:
@@ -200,35 +234,12 @@ def exact_diagonals(loss: Tensor, head: Head) -> dict[Edge, Exact]:
     return found
 
 
-def pull(seeds: dict[Edge, Tensor], targets: Sequence[Edge], stops: set[Node]) -> dict[Edge, Tensor]:
-    """A backward pass from ``seeds`` to ``targets`` that ends at ``stops``, by calling nodes from Python.
-
-    Unlike autograd's own, it runs no hooks that users put on tensors, retains no gradients, and treats the tensors where it
-    stops as independent of each other.
-    """
-    at = dict(seeds)
-    order = topological(*(node for node, _ in seeds), stops=stops)
-    for node in leading_to([node for node in order if node not in stops], targets):
-        outputs = [(node, i) for i in range(len(node._input_metadata))]
-        cotangents = [at.get(tensor) for tensor in outputs]
-        if all(cotangent is None for cotangent in cotangents):
-            continue
-        shares = (node.apply if hasattr(node, "_forward_cls") else node)(*cotangents)
-        for edge, share in zip(node.next_functions, shares if isinstance(shares, tuple) else (shares,), strict=True):
-            if edge[0] is not None and share is not None:
-                meta = metadata(edge)
-                share = share.to(meta.dtype) if share.dtype != meta.dtype else share
-                share = share.sum_to_size(meta.shape) if list(share.shape) != meta.shape else share
-                at[edge] = share if edge not in at else at[edge] + share
-    return {target: at[target] for target in targets if target in at}
-
-
 def hessian_diagonal(gradient: Tensor | None, edge: Edge, stops: set[Node], memory: TensorVerdict) -> Exact | None:
     """diag ∂g/∂x, by one Hessian-vector product per entry of a sample; None where that is too many, or impossible.
 
     Which dimensions are samples is tried out, cheapest guess first, and verified: products with one random vector must predict
-    the product with another. The verdict is remembered (unless all was zero); on a GPU, where looking at a result stalls, it is
-    verified again only at calls 1, 2, 4, 8 …
+    the product with another, at every call. What was found is remembered (unless all was zero); on a GPU, where a look at the
+    result would stall, a later call looks, and warns if the dimensions had become too few.
     """
     meta = metadata(edge)
     if gradient is None or not gradient.requires_grad:
@@ -237,26 +248,28 @@ def hessian_diagonal(gradient: Tensor | None, edge: Edge, stops: set[Node], memo
         warn(CANNOT)
         return None
     shape = gradient.shape
-    memory.calls += 1
-    verify = gradient.device.type == "cpu" or memory.block is None or memory.calls.bit_count() == 1
+    memory.hear()
+    at_once = gradient.device.type == "cpu" or memory.block is None  # else a look at the result would stall
 
     def products(rows: Tensor) -> Tensor:
         return hessian_vector_products(gradient, edge, stops, rows)
 
     guesses = block_guesses(len(shape))
-    guesses = guesses[0 if memory.block is None else guesses.index(memory.block) :]
-    for block in guesses:
+    for block in guesses[0 if memory.block is None else guesses.index(memory.block) :]:
         count = math.prod(shape[d] for d in block)
         if count > MOST_PRODUCTS:
             continue
         order = block + tuple(d for d in range(len(shape)) if d not in block)
         z, other = random_vectors(gradient, count, memory)
-        diagonal, predicted = block_products(products, shape, order, z, other)
-        if verify and len(block) < len(shape):
+        diagonal, predicted, magnitude = block_products(products, shape, order, z, other)
+        if len(block) < len(shape):
             (product,) = products(unpermute(other, shape, order).unsqueeze(0))
-            if not agree(permute(product, order, count), predicted):
+            agreed = agree(permute(product, order, count), predicted, magnitude)
+            if not at_once:
+                memory.tell(agreed, block, guesses)
+            elif not agreed:
                 continue
-            if bool(product.any()):
+            elif bool(product.any()):
                 memory.block = block
         return Exact(unpermute(diagonal, shape, order).detach(), count)
     warn(
@@ -268,10 +281,13 @@ def hessian_diagonal(gradient: Tensor | None, edge: Edge, stops: set[Node], memo
 
 def block_products(
     products: Callable[[Tensor], Tensor], shape: Sequence[int], order: tuple[int, ...], z: Tensor, other: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Products with z, one entry of the block at a time: the diagonal, and what they predict for H·other if samples are apart."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Products with z, one entry of the block at a time.
+
+    Returns the diagonal, what the products predict for H·other if samples are apart, and the same sum with all terms positive.
+    """
     count, samples = z.shape
-    diagonal, predicted = torch.empty_like(z), torch.zeros_like(z)
+    diagonal, predicted, magnitude = torch.empty_like(z), torch.zeros_like(z), torch.zeros_like(z)
     at_once = max(1, min(ROWS_AT_ONCE, MOST_NUMBERS // max(1, z.numel())))
     for start in range(0, count, at_once):
         part = slice(start, start + at_once)
@@ -280,13 +296,18 @@ def block_products(
         found = products(torch.stack([unpermute(row, shape, order) for row in rows]))
         found = torch.stack([permute(product, order, count) for product in found])
         diagonal[part] = found[:, part].diagonal(dim1=0, dim2=1).T / z[part]
-        predicted += (found * (other / z)[part].unsqueeze(1)).sum(0)
-    return diagonal, predicted
+        terms = found * (other / z)[part].unsqueeze(1)
+        predicted += terms.sum(0)
+        magnitude += terms.abs().sum(0)
+    return diagonal, predicted, magnitude
 
 
-def agree(product: Tensor, predicted: Tensor) -> bool:
-    error, scale = (predicted - product).abs().max(), product.abs().max() + predicted.abs().max()
-    return bool(error <= torch.finfo(product.dtype).eps ** 0.5 * scale)
+def agree(product: Tensor, predicted: Tensor, magnitude: Tensor) -> Tensor:
+    """Whether a product is what was predicted, entry by entry, but for rounding."""
+    eps = torch.finfo(product.dtype).eps
+    scale = magnitude + product.abs()
+    relative = eps**0.5 if eps < 1e-4 else 4 * eps  # in half precision the root would hide too much
+    return ((predicted - product).abs() <= relative * scale + 8 * eps * scale.max()).all()
 
 
 def block_guesses(rank: int) -> list[tuple[int, ...]]:
@@ -331,7 +352,3 @@ def hessian_vector_products(gradient: Tensor, edge: Edge, stops: set[Node], rows
             if "vmap" not in str(error).lower() and "batch" not in str(error).lower():
                 raise
         return torch.stack([product(row) for row in rows])
-
-
-def warn(message: str) -> None:
-    warnings.warn(message, CurvatureWarning, stacklevel=2)

@@ -81,8 +81,7 @@ class ClosedForm(torch.autograd.Function):
         inputs, constants, pairs = unpack(ctx)
         if torch.is_grad_enabled():
             pairs = ctx.formula(ctx.needs_input_grad[3 : 3 + ctx.count], *inputs, *constants).derivatives
-        given = [(spread(g, pair[0]) * pair[0]).sum_to_size(x.shape) for x, pair in zip(inputs, pairs, strict=True) if pair]
-        return per_argument(ctx, given)
+        return per_argument(ctx, [spread(g, pair[0]) * pair[0] for pair in pairs if pair])
 
     @staticmethod
     def hess_diag(ctx: Any, g: Tensor | None, s: Tensor | None) -> tuple[Tensor | None, ...]:

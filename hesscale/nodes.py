@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
@@ -55,15 +55,69 @@ def leading_to(order: list[Node], targets: Iterable[Edge]) -> list[Node]:
     return leading
 
 
-@contextmanager
-def cut_at(nodes: Iterable[Node]) -> Iterator[None]:
-    """Let no gradient pass below these nodes, so that the tensors they made count as independent of each other."""
-    handles = [node.register_prehook(lambda gradients: (None,) * len(gradients)) for node in nodes]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+def call(node: Node, cotangents: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    """Jᵀv of a node's inputs, one per edge, as its backward computes it; called from Python, so that no hook runs."""
+    if not hasattr(node, "_forward_cls"):
+        pulled = node(*cotangents)
+        return pulled if isinstance(pulled, tuple) else (pulled,)
+    zeros = [torch.zeros(m.shape, dtype=m.dtype, device=m.device) for m in node._input_metadata]
+    pulled = node.apply(*[z if v is None else v for v, z in zip(cotangents, zeros, strict=True)])
+    return per_edge(node, pulled if isinstance(pulled, tuple) else (pulled,))
+
+
+def per_edge(node: Node, values: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """What a custom function returns, one value per argument of its forward, as one per edge: edges exist for tensors only."""
+    given = iter([value for value, needed in zip(values, node.needs_input_grad, strict=True) if needed])
+    return [None if child is None else next(given) for child, _ in node.next_functions]
+
+
+def pull(seeds: dict[Edge, Tensor], targets: Sequence[Edge], stops: Collection[Node]) -> dict[Edge, Tensor]:
+    """A backward pass from ``seeds`` to ``targets`` that ends at ``stops``, by calling nodes from Python.
+
+    Unlike autograd's own, it runs no hooks that users put on tensors, retains no gradients, and treats the tensors where it
+    stops as independent of each other.
+    """
+    at = dict(seeds)
+    order = topological(*(node for node, _ in seeds), stops=stops)
+    for node in leading_to([node for node in order if node not in stops], targets):
+        cotangents = [at.get((node, i)) for i in range(len(node._input_metadata))]
+        if all(cotangent is None for cotangent in cotangents):
+            continue
+        for edge, share in zip(node.next_functions, call(node, cotangents), strict=True):
+            if edge[0] is not None and share is not None:
+                meta = metadata(edge)
+                share = share.to(meta.dtype) if share.dtype != meta.dtype else share
+                share = share.sum_to_size(meta.shape) if list(share.shape) != meta.shape else share
+                at[edge] = share if edge not in at else at[edge] + share
+    return {target: at[target] for target in targets if target in at}
+
+
+class Apart(torch.autograd.Function):
+    """Runs a function in a backward pass of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, function: Callable[[], None]) -> Tensor:
+        ctx.function = function
+        return anchor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        ctx.function()
+        return None, None
+
+
+def derivative(gradient: Tensor, edge: Edge, vector: Tensor, node: Node) -> Tensor | None:
+    """∂(g·v)/∂x for a gradient g that a node gave and one of its inputs x, with its other inputs held fixed.
+
+    May be called while a backward pass is under way. That pass may leave out tensors, and nodes called from Python then leave
+    them out too; hence a pass of its own.
+    """
+    found: dict[Edge, Tensor] = {}
+    with torch.enable_grad():
+        source, anchor = edge_of(gradient), torch.zeros((), device=gradient.device, requires_grad=True)
+        passing = Apart.apply(anchor, lambda: found.update(pull({source: vector}, [edge], inputs_of(node))))  # type: ignore[no-untyped-call]
+    torch.autograd.backward(passing)
+    return found.get(edge)
 
 
 def inputs_of(node: Node) -> set[Node]:

@@ -189,17 +189,46 @@ def log_std() -> Problem:
     return Problem([*net.parameters(), deviation], model, head, leaves=(0, 4))
 
 
-def tied() -> Problem:
-    """A bias that the head meets again, and with softmax coupling all of it."""
-    weight, bias = torch.randn(3, 2, requires_grad=True), torch.randn(3, requires_grad=True)
-    x, y = torch.randn(4, 2), torch.tensor([0, 2, 1, 1])
-
-    def head(z: list[Tensor], p: list[Tensor]) -> Tensor:
-        return F.cross_entropy(z[0] * p[1].exp(), y)
-
-    return Problem([weight, bias], lambda p: [F.linear(x, p[0], p[1])], head, leaves=(1,))
+def tied(head: Callable[[Tensor, Tensor], Tensor]) -> Problem:
+    """A bias that the head meets again, so that its mixed derivatives with the outputs count."""
+    weight, bias, x = torch.randn(3, 2, requires_grad=True), torch.randn(3, requires_grad=True), torch.randn(4, 2)
+    return Problem([weight, bias], lambda p: [F.linear(x, p[0], p[1])], lambda z, p: head(z[0], p[1]), leaves=(1,))
 
 
+def sum_of_outputs() -> Problem:
+    """Two outputs whose gradients are one tensor."""
+    a, b = nn.Linear(3, 2), nn.Linear(3, 2)
+    x = torch.randn(4, 3)
+
+    def model(p: list[Tensor]) -> list[Tensor]:
+        return [F.linear(x, *p[:2]), F.linear(x.exp(), *p[2:])]
+
+    return Problem([*a.parameters(), *b.parameters()], model, lambda z, _: (z[0] + z[1]).cos().mean())
+
+
+def softmax_twice(nested: bool) -> Problem:
+    """Two log-softmaxes, of the same logits or one of the other."""
+    y, other = torch.tensor([0, 2, 1, 2, 0]), torch.tensor([1, 1, 1, 0, 0])
+
+    def head(z: Tensor) -> Tensor:
+        return F.cross_entropy(2 * z.log_softmax(1), y) if nested else F.cross_entropy(z, y) + F.cross_entropy(z, other)
+
+    return of_module(mlp(3, 4, 3), torch.randn(5, 3), head)
+
+
+def two_depths() -> Problem:
+    """An output that another output is made from."""
+    first, last = nn.Linear(3, 2), nn.Linear(2, 2)
+    x = torch.randn(4, 3)
+
+    def model(p: list[Tensor]) -> list[Tensor]:
+        z = F.linear(x, *p[:2])
+        return [z, F.linear(z.tanh(), *p[2:])]
+
+    return Problem([*first.parameters(), *last.parameters()], model, lambda z, _: (z[0] * z[1]).exp().mean())
+
+
+CLASSES = torch.tensor([0, 2, 1, 1])
 PROBLEMS: dict[str, Callable[[], Problem]] = {
     "cross entropy": cross_entropy,
     "cross entropy, weighted": lambda: cross_entropy(weight=torch.tensor([0.5, 1.0, 2.0]), reduction="sum"),
@@ -216,10 +245,18 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
     "sequence": sequence,
     "residual and norm": residual_and_norm,
     "gaussian": gaussian,
+    "two depths": two_depths,
     "log std": log_std,
-    "tied": tied,
+    "sum of outputs": sum_of_outputs,
+    "softmax twice": lambda: softmax_twice(False),
+    "softmax of softmax": lambda: softmax_twice(True),
+    "tied": lambda: tied(lambda z, b: F.cross_entropy(z * b.exp(), CLASSES)),
+    "tied, linear": lambda: tied(lambda z, b: F.cross_entropy(z + b, CLASSES)),
+    "tied, diagonal": lambda: tied(lambda z, b: (z * b).square().mean()),
 }
-LINEAR_LAYERS = [name for name in PROBLEMS if name not in ("residual and norm", "log std", "tied")]
+LINEAR_LAYERS = [name for name in PROBLEMS if name not in ("residual and norm", "log std") and "tied" not in name]
+NOT_CONVEX = ("policy gradient", "not convex", "not convex, elementwise", "interacting samples", "gaussian", "two depths")
+NOT_CONVEX += ("sum of outputs", "softmax of softmax")
 
 each_problem = pytest.mark.parametrize("name", PROBLEMS)
 
@@ -254,7 +291,7 @@ def test_exact_through_few_outputs_of_a_wide_layer():
     """Fewer entries in y = x W than in W: with alpha and beta, either way round, and next to plain double backward."""
     weight, other = torch.randn(7, 2, requires_grad=True), torch.randn(2, 9, requires_grad=True)
     bias, x = torch.randn(2, requires_grad=True), torch.randn(3, 7)
-    loss = (torch.addmm(bias, x, weight, alpha=0.5, beta=3).tanh() @ other).tanh().exp().mean()
+    loss = (torch.addmm(bias, x, weight, alpha=0.5, beta=3).tanh() @ other).exp().mean().log()  # in which samples interact
     assert set(estimators.products_of_weights(request_of(loss, [weight, other, bias]))) == {0}
     close(estimate("exact", loss, [weight, other, bias]), [oracle.hessian_diagonal(loss, p) for p in (weight, other, bias)])
 
@@ -411,6 +448,8 @@ def test_ggn_mc_draws_labels_for_softmax():
         ("not convex", "signs"),
         ("gaussian", "signs"),
         ("interacting samples", "signs"),
+        ("softmax twice", "labels"),
+        ("softmax of softmax", "signs"),
         ("tied", "signs"),
     ],
 )
@@ -531,7 +570,11 @@ def test_kfac_runs_and_is_positive_for_convex_losses(name):
     problem = PROBLEMS[name]()
     for diagonal in estimate("kfac", problem.loss(), problem.params, num_samples=2):
         assert diagonal.isfinite().all()
-        assert (diagonal >= 0).all() or name in ("policy gradient", "gaussian", "interacting samples") or "not convex" in name
+        assert (
+            (diagonal >= 0).all()
+            or name in ("policy gradient", "gaussian", "interacting samples", "two depths")
+            or "not convex" in name
+        )
 
 
 def test_kfac_says_which_parameter_is_no_weight():
@@ -674,10 +717,12 @@ def test_what_cannot_be_differentiated_twice():
         def hess_diag(ctx, g, s):
             return s
 
-    layer = nn.Linear(2, 2)
-    for method in ("exact", "ggn", "hutchinson"):
+    layer, x = nn.Linear(2, 2), torch.randn(3, 2)
+    for method in ("exact", "ggn", "ggn_mc", "hutchinson", "kfac"):
         with pytest.raises(hesscale.UnsupportedOperator, match="PyTorch cannot differentiate this loss twice"):
-            estimate(method, Once.apply(layer(torch.randn(3, 2))).square().sum(), [layer.weight])
+            estimate(method, Once.apply(layer(x)).square().sum(), [layer.weight])
+    for method in ("squared_gradient", "empirical_fisher"):
+        assert estimate(method, Once.apply(layer(x)).square().sum(), [layer.weight])[0].any()
 
 
 # ---------------------------------------------------------------------------------------------------------------- what others say

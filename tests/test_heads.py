@@ -206,3 +206,87 @@ def test_a_loss_that_cannot_be_differentiated_twice_keeps_the_rules_value():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         torch.testing.assert_close(got, hesscale.grad(loss, z, head="rules")[1][0])
+
+
+def test_heads_that_differ_in_their_wiring_alone_are_told_apart():
+    """The same operators on the same shapes, once side by side and once in a row."""
+    a, b = (torch.randn(4, 3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    hesscale.grad((a.cumsum(1) + b.cumsum(1)).square().sum(), [a, b])
+    loss = (a.cumsum(1).cumsum(1) + b).square().sum()
+    torch.testing.assert_close(hesscale.grad(loss, a, retain_graph=True)[1][0], hessian_diagonal(loss, a))
+
+
+def test_heads_that_differ_in_their_facts_alone_are_told_apart():
+    """One tensor at both inputs: one function serves every elementwise operator then, whether it bends or not."""
+    z = torch.rand(4, 3, dtype=torch.float64, requires_grad=True)
+    c = z.cumsum(1).cumsum(1)
+    hesscale.grad((c + c).sum(), z)
+    c = z.cumsum(1).cumsum(1)
+    loss = torch.xlogy(c, c).sum()
+    torch.testing.assert_close(hesscale.grad(loss, z, retain_graph=True)[1][0], hessian_diagonal(loss, z))
+
+
+def test_one_sample_of_large_curvature_hides_nothing():
+    weight = torch.tensor([1e4, 1.0, 1.0, 1.0])
+
+    def loss(z):
+        entropy = (z.softmax(1) * z.log_softmax(1)).sum(1)
+        return (weight.to(z) * z.square().sum(1)).sum() + 5 * (entropy * (weight == 1).to(z)).sum()
+
+    torch.manual_seed(0)
+    z = torch.randn(4, 3, requires_grad=True)
+    exact = z.detach().double().requires_grad_()
+    truth = hessian_diagonal(loss(exact), exact)
+    torch.testing.assert_close(hesscale.grad(loss(z), z)[1][0].double(), truth, rtol=1e-4, atol=1e-4)
+
+
+def test_a_product_of_entries_is_not_linear():
+    z = torch.randn(3, dtype=torch.float64, requires_grad=True)
+    loss = torch.ones(1, dtype=torch.float64).scatter_reduce(0, torch.zeros(3, dtype=torch.long), z.cumsum(0), "prod").sum()
+    torch.testing.assert_close(hesscale.grad(loss, z, retain_graph=True)[1][0], hessian_diagonal(loss, z))
+
+
+class Power(torch.autograd.Function):
+    """a x², with an argument that is no tensor and an output that nobody uses."""
+
+    @staticmethod
+    def forward(ctx, x, a):
+        ctx.a = a
+        ctx.save_for_backward(x)
+        return a * x.square(), x.clone()
+
+    @staticmethod
+    def backward(ctx, g, unused):
+        return 2 * ctx.a * g * ctx.saved_tensors[0] + unused, None
+
+    @staticmethod
+    def hess_diag(ctx, g, s):
+        (x,) = ctx.saved_tensors
+        return (0 if s[0] is None else (2 * ctx.a * x) ** 2 * s[0]) + (0 if g[0] is None else 2 * ctx.a * g[0]), None
+
+
+def test_custom_functions_pass_through_double_backward():
+    z = output()
+    loss = Power.apply(Power.apply(z, 2.0)[0], 3.0)[0].sum()
+    torch.testing.assert_close(hesscale.grad(loss, z, retain_graph=True)[1][0], hessian_diagonal(loss, z))
+
+
+def test_a_custom_function_without_a_graph_keeps_the_rules_value():
+    class Hidden(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.x = x.detach()
+            return x.square()
+
+        @staticmethod
+        def backward(ctx, g):
+            return 2 * ctx.x * g.detach()
+
+        @staticmethod
+        def hess_diag(ctx, g, s):
+            return (0 if s is None else 4 * ctx.x**2 * s) + (0 if g is None else 2 * g)
+
+    z = output()
+    with pytest.warns(hesscale.CurvatureWarning, match="without a graph"):
+        (got,) = hesscale.grad(Hidden.apply(Hidden.apply(z)).sum(), z)[1]
+    torch.testing.assert_close(got, 12 * z.detach() ** 2)

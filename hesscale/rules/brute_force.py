@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CurvatureWarning, UnsupportedOperator
-from ..nodes import Node, cut_at, gradient_edge, inputs_of, is_once_differentiable
+from ..nodes import Node, call, derivative, is_once_differentiable
 from .registry import Rule, Share
 
 MOST_ENTRIES = 4096
@@ -17,16 +17,13 @@ MOST_ENTRIES = 4096
 
 def brute_force(node: Node, g: tuple[Share, ...], s: tuple[Share, ...]) -> list[Share]:
     """s_x = Σ_k s_k (∂y_k/∂x)² + Σ_k g_k ∂²y_k/∂x², one backward call per entry of y and of x"""
-    call = node.apply if hasattr(node, "_forward_cls") else node
     shares: list[Share] = [None] * len(node.next_functions)
     unique = {edge: node.next_functions.index(edge) for edge in node.next_functions if edge[0] is not None}
 
     def pull(cotangents: list[Share]) -> dict[int, Tensor]:
         """Jᵀv for each distinct input, summed to its shape, and over the places where one tensor stands."""
-        pulled = call(*cotangents)
-        pulled = pulled if isinstance(pulled, tuple) else (pulled,)
         total: dict[int, Tensor] = {}
-        for edge, value in zip(node.next_functions, pulled, strict=True):
+        for edge, value in zip(node.next_functions, call(node, cotangents), strict=True):
             if edge[0] is not None and value is not None:
                 value = value.sum_to_size(edge[0]._input_metadata[edge[1]].shape)
                 i = unique[edge]
@@ -54,14 +51,13 @@ def brute_force(node: Node, g: tuple[Share, ...], s: tuple[Share, ...]) -> list[
                     raise UnsupportedOperator(
                         f"PyTorch cannot differentiate {node.name()} twice, so fallback='exact' cannot either"
                     )
-                with torch.enable_grad():
-                    entries = pulled[i].reshape(-1).unbind()
-                second = torch.zeros(len(entries), dtype=pulled[i].dtype, device=pulled[i].device)
-                with cut_at(inputs_of(node)):
-                    for j, entry in enumerate(entries):
-                        (row,) = torch.autograd.grad(entry, gradient_edge(edge), retain_graph=True, allow_unused=True)
-                        if row is not None:
-                            second[j] = row.reshape(-1)[j]
+                second = torch.zeros(pulled[i].numel(), dtype=pulled[i].dtype, device=pulled[i].device)
+                for j in range(len(second)):
+                    unit = torch.zeros_like(second)
+                    unit[j] = 1
+                    column = derivative(pulled[i], edge, unit.reshape(pulled[i].shape), node)
+                    if column is not None:
+                        second[j] = column.reshape(-1)[j]
                 add(i, second.reshape(pulled[i].shape))
     return shares
 

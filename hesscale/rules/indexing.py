@@ -170,14 +170,14 @@ def put(node: Node, s: Tensor) -> tuple[Tensor, Share]:
     return kept, s.take(places).view(saved(node, "source").shape) if needs(node, 1) else None
 
 
-@linear("ScatterReduceBackward0", fan_out=False)
+@linear("ScatterReduceBackward0", fan_out=False, curved=True)  # a product of entries
 def scatter_reduce(node: Node, s: Tensor) -> list[Share]:
     """every entry reaches one of y, with J = node(1) (1/count, a share in a tie, the product of the others): J² s there"""
     dim, places = dimension(saved(node, "dim"), s.dim()), saved(node, "index")
     return squared(node, s, s.gather(dim, places))
 
 
-@linear("IndexReduceBackward0", fan_out=False)
+@linear("IndexReduceBackward0", fan_out=False, curved=True)
 def index_reduce(node: Node, s: Tensor) -> list[Share]:
     """every entry reaches one of y, with J = node(1) (1/count, a share in a tie, the product of the others): J² s there"""
     dim, places = dimension(saved(node, "dim"), s.dim()), saved(node, "index")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..nodes import gradient_edge
+from ..nodes import derivative
 from .registry import REFUSED, Node, Share, chain, linear, needs, rule, saved
 
 Pair = tuple[Any, Any]
@@ -41,14 +41,15 @@ def elementwise_loss(*names: str, **facts: Any) -> Callable[[Callable[..., Any]]
 
 def twice_the_same(node: Node, g: Share, s: Share) -> list[Share]:
     """One tensor as input and target: f' is the sum of both derivatives, f'' its derivative by autograd."""
-    y, edge, share = node._input_metadata[0], gradient_edge(node.next_functions[0]), None
+    y, share = node._input_metadata[0], None
     with torch.enable_grad():
         if s is not None:
             first = sum(node(torch.ones(y.shape, dtype=y.dtype, device=y.device))).detach()
             share = s * first.to(s.dtype) ** 2
         if g is not None:
-            (bend,) = torch.autograd.grad(sum(node(g.to(y.dtype))).sum(), edge)
-            share = bend if share is None else share + bend
+            gradient = sum(node(g.to(y.dtype)))
+            bend = derivative(gradient, node.next_functions[0], torch.ones_like(gradient), node)
+            share = bend if share is None or bend is None else share + bend
     return [share, None]
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..nodes import Node as Node
-from ..nodes import cut_at, gradient_edge, inputs_of
+from ..nodes import derivative
 
 Share = Tensor | None
 Shares = Share | Sequence[Share]
@@ -28,7 +28,7 @@ RuleFunction = Callable[..., Shares]
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rule:
     """A curvature rule and what the head analysis must know about the operator's structure.
 
@@ -36,7 +36,8 @@ class Rule:
         function: ``(node, g, s) -> shares``, one share per entry of ``node.next_functions`` (a bare tensor for one input).
         family: the file of the rule, for tables.
         summary: its maths in one line.
-        curved: some ∂²y/∂x² is not zero, for all inputs or one by one; the rule is then called even where s is zero.
+        curved: some second derivative within one input is not zero, for all inputs or one by one; the rule is then called even
+            where s is zero.
         joint: one entry of y may depend on entries of two inputs. False for cat, stack, where.
         mixed: some ∂²y/∂x₁∂x₂ is not zero. False for add, True for mul.
         fan_in: one entry of y depends on several entries of one input (sum, softmax).
@@ -111,8 +112,8 @@ def linear(*names: str, **facts: Any) -> Callable[[F], F]:
     """Register ``function(node, s)`` for operators with ∂²y/∂x² = 0; it is only called with an s."""
 
     def register(function: F) -> F:
-        def apply(node: Node, g: Share, s: Tensor) -> Shares:
-            return function(node, s)
+        def apply(node: Node, g: Share, s: Share) -> Shares:
+            return [None] * len(node.next_functions) if s is None else function(node, s)
 
         apply.__doc__, apply.__module__ = function.__doc__, function.__module__
         rule(*names, **{"curved": False, **facts})(apply)
@@ -189,10 +190,7 @@ def _elementwise_by_autograd(node: Node, g: Share, s: Share, merge: bool) -> Sha
             continue
         share = None if s is None else s * first.detach().to(s.dtype) ** 2
         if g is not None and first.requires_grad:
-            with cut_at(inputs_of(node)):
-                (second,) = torch.autograd.grad(
-                    first, gradient_edge(edge), g.to(first.dtype), retain_graph=True, allow_unused=True
-                )
+            second = derivative(first, edge, g.to(first.dtype), node)
             if second is not None:
                 meta = edge[0]._input_metadata[edge[1]]
                 share = second if share is None else share.sum_to_size(meta.shape) + second
@@ -209,7 +207,11 @@ def saved(node: Node, name: str) -> Any:
             f"{node.name()} of torch {torch.__version__} has no saved {name!r}; hesscale's rule for it was written for another "
             "version of torch. Please report this."
         ) from None
-    return value.float() if isinstance(value, Tensor) and value.dtype == torch.float16 else value
+    if not isinstance(value, Tensor):
+        return value
+    if value.dim() == 0:
+        value = value.reshape(1).reshape(())  # a Python number in the model: PyTorch would compute with it in the default dtype
+    return value.float() if value.dtype == torch.float16 else value
 
 
 def dimension(value: int, rank: int) -> int:
@@ -234,9 +236,9 @@ def summary_of(function: Callable[..., Any]) -> str:
 def register_rule(*names: str, **facts: Any) -> Callable[[F], F]:
     """Teach hesscale an operator: ``function(node, g, s) -> shares`` for autograd nodes of these names.
 
-    g is the gradient and s the Hessian diagonal at the operator's output, None for zero; the share of an input is
-    Σ_k s_k (∂y_k/∂x)² + Σ_k g_k ∂²y_k/∂x². Replaces an existing rule of that name. A custom :class:`torch.autograd.Function` may
-    instead define a static method ``hess_diag(ctx, g, s)`` with the same meaning.
+    g is the gradient and s the Hessian diagonal at the operator's output; None stands for zero, and neither may be written into.
+    The share of an input is Σ_k s_k (∂y_k/∂x)² + Σ_k g_k ∂²y_k/∂x². Replaces an existing rule of that name. A custom
+    :class:`torch.autograd.Function` may instead define a static method ``hess_diag(ctx, g, s)`` with the same meaning.
 
     Args:
         names: autograd's names, as in ``y.grad_fn.name()``.

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..nodes import cut_at, gradient_edge, inputs_of
+from ..nodes import derivative, is_once_differentiable
 from .registry import Node, Share, rule
 
 aten = torch.ops.aten
@@ -104,11 +104,8 @@ def hidden_write(node: Node) -> str | None:
     for t, (source, number) in zip(given, node.next_functions, strict=True):
         if watch.moves and t is not None and t.numel() != math.prod(source._input_metadata[number].shape):
             return "a write into part of a tensor moves entries and broadcasts them. Expand what you write before you assign it"
-    try:
-        if curved:
-            bends(node, ones)
-    except RuntimeError as error:
-        return f"a write into part of a tensor cannot be differentiated twice ({error}). {OUT_OF_PLACE}"
+    if any(t is not None and is_once_differentiable(t) for t in given):
+        return f"a write into part of a tensor cannot be differentiated twice. {OUT_OF_PLACE}"
     node.metadata["hesscale"] = Write(frozenset(i for i, t in enumerate(given) if is_one_of(t, watch.sums)), curved)
     return None
 
@@ -148,15 +145,10 @@ def bends(node: Node, g: Tensor) -> list[Share]:
     """∂(Jᵀg)/∂x by autograd, where J depends on x."""
     with torch.enable_grad():
         gradients = pulled(node, g.to(node._input_metadata[0].dtype))
-    found: list[Share] = []
-    with cut_at(inputs_of(node)):
-        for edge, gradient in zip(node.next_functions, gradients, strict=True):
-            if gradient is None or not gradient.requires_grad:
-                found.append(None)
-            else:
-                ones = torch.ones_like(gradient)
-                found += torch.autograd.grad(gradient, gradient_edge(edge), ones, retain_graph=True, allow_unused=True)
-    return found
+    return [
+        None if gradient is None or not gradient.requires_grad else derivative(gradient, edge, torch.ones_like(gradient), node)
+        for edge, gradient in zip(node.next_functions, gradients, strict=True)
+    ]
 
 
 def pulled(node: Node, cotangent: Tensor) -> Sequence[Share]:
