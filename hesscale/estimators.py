@@ -23,7 +23,7 @@ from . import heads
 from .engine import as_tensors, carrier, check_loss, fit, grad, own
 from .errors import UnsupportedOperator
 from .graph import LEAF, Step, custom_rule
-from .nodes import Edge, Node, edge_of, gradient_edge, inputs_of, is_once_differentiable, leading_to, metadata, topological
+from .nodes import Edge, Node, edge_of, gradient_edge, inputs_of, is_once_differentiable, leading_to, metadata, pull, topological
 from .rules import RULES, Rule
 from .rules.registry import dimension, saved
 
@@ -44,7 +44,7 @@ def estimate(
 ) -> tuple[Tensor, ...]:
     """The diagonal that ``method`` names, one tensor per parameter, of its shape and dtype; no ``.grad`` is touched.
 
-    Parameters that the loss does not depend on, or only linearly, get zeros.
+    Parameters that the loss does not depend on get zeros.
 
     Args:
         method: one of :func:`names`.
@@ -118,12 +118,12 @@ class Request:
 
     def signs(self, *shape: int, like: Tensor) -> Tensor:
         """Independent ±1."""
-        draw = torch.empty(shape, device=self.source(like)).bernoulli_(generator=self.generator)
+        draw = torch.empty(shape, dtype=torch.float32, device=self.source(like)).bernoulli_(generator=self.generator)
         return draw.to(device=like.device, dtype=like.dtype).mul_(2).sub_(1)
 
     def labels(self, count: int, q: Tensor, dim: int) -> Tensor:
         """Draws from the distributions q along ``dim``, as one-hot vectors: the class whose exponential clock rings first."""
-        clocks = torch.empty((count, *q.shape), device=self.source(q)).exponential_(generator=self.generator)
+        clocks = torch.empty((count, *q.shape), dtype=torch.float32, device=self.source(q)).exponential_(generator=self.generator)
         label = (q / clocks.to(q.device)).argmax(dim + 1, keepdim=True)
         return torch.zeros(clocks.shape, dtype=q.dtype, device=q.device).scatter_(dim + 1, label, 1)
 
@@ -240,7 +240,7 @@ def empirical_fisher(request: Request) -> Diagonals:
         )
     total: list[Tensor | None] = [None] * len(request.params)
     gradients = [outputs.gradient(edge) for edge in outputs.edges]
-    for _, samples in unit_rows(gradients[0].flatten(1)[:, 0], request.at_once) if gradients else ():
+    for _, samples in unit_rows(gradients[0].new_empty(len(gradients[0])), request.at_once) if gradients else ():
         pulled = outputs.pull(outputs.flatten([torch.einsum("rn,n...->rn...", samples.to(g.dtype), g) for g in gradients]))
         add_products(total, pulled, pulled, samples.shape[1])
     return total
@@ -328,7 +328,7 @@ class Outputs:
         """∂L/∂x at tensors of the head, with a graph; nothing where it is zero."""
         loss = self.request.loss
         with torch.enable_grad():
-            return heads.pull({edge_of(loss): torch.ones_like(loss)}, targets, self.stops)
+            return pull({edge_of(loss): torch.ones_like(loss)}, targets, self.stops)
 
     @cached_property
     def like(self) -> Tensor:
@@ -379,7 +379,7 @@ class Outputs:
             for end, vector in zip(ends, vectors, strict=True):
                 if end in self.sources:
                     add_to(seeds, self.sources[end], vector)
-            found = heads.pull(seeds, targets, self.stops)
+            found = pull(seeds, targets, self.stops)
             return tuple([found[target] if target in found else zeros_at(target) for target in targets])
 
         return in_rows(torch.vmap(product), product, rows)
@@ -437,7 +437,7 @@ class Outputs:
             seeds: dict[Edge, Tensor] = {}
             for softmax, vector in zip(self.softmaxes, vectors, strict=True):
                 add_to(seeds, softmax.edge, vector)
-            found = heads.pull(seeds, self.edges, self.stops)
+            found = pull(seeds, self.edges, self.stops)
             return tuple([found[edge] if edge in found else zeros_at(edge) for edge in self.edges])
 
         return self.flatten(in_rows(torch.vmap(pulled), pulled, rows))
@@ -578,7 +578,7 @@ def mean_over_rows(node: Node, square: Tensor) -> Tensor:
 def to_parameter(share: Tensor, node: Node, index: int, param: Edge) -> Tensor:
     """What belongs to an input of a node, at the parameter that stands there, itself or transposed."""
     edge = node.next_functions[index]
-    return heads.pull({edge: fit(share, metadata(edge))}, [param], set())[param]
+    return pull({edge: fit(share, metadata(edge))}, [param], set())[param]
 
 
 def products_of_weights(request: Request) -> dict[int, Node]:
@@ -672,10 +672,10 @@ def pull_rows(sources: Sequence[Edge], targets: Sequence[Edge], rows: Sequence[T
         return [None] * len(targets)
     outputs, inputs = [gradient_edge(edge) for edge in sources], [gradient_edge(edge) for edge in targets]
 
-    def pull(vectors: Sequence[Tensor], batched: bool) -> tuple[Tensor | None, ...]:
+    def passes(vectors: Sequence[Tensor], batched: bool) -> tuple[Tensor | None, ...]:
         return torch.autograd.grad(outputs, inputs, vectors, retain_graph=True, allow_unused=True, is_grads_batched=batched)
 
-    return in_rows(lambda *vectors: pull(vectors, True), lambda *vectors: pull(vectors, False), rows)
+    return in_rows(lambda *vectors: passes(vectors, True), lambda *vectors: passes(vectors, False), rows)
 
 
 def in_rows(many: Callable[..., Sequence[Any]], one: Callable[..., Sequence[Any]], rows: Sequence[Tensor]) -> list[Any]:

@@ -133,6 +133,20 @@ def test_one_step_inequalities_of_the_convergence_page(seed):
     assert after <= f.loss(theta) - gain + noise + 1e-12
 
 
+def test_the_known_denominator_is_close_and_the_factor_is_sharp():
+    """0 ≤ 1/D − 1/(√v + ε) ≤ κ/D for |h| ≤ H, with equality for the first batch and |h| = H."""
+    H, epsilon = 2.0, 0.1
+    for beta2 in (0.0, 0.5, 0.999):
+        before, h = torch.meshgrid(torch.linspace(0, H**2, 50), torch.linspace(-H, H, 51), indexing="ij")
+        before, h = before.double(), h.double()
+        D = (beta2 * before).sqrt() + epsilon
+        kappa = math.sqrt(1 - beta2) * H / (math.sqrt(1 - beta2) * H + epsilon)
+        share = 1 - D / ((beta2 * before + (1 - beta2) * h**2).sqrt() + epsilon)
+        assert share.min() >= 0
+        assert share.max() <= kappa + 1e-12
+        assert share[0, 0] == pytest.approx(kappa)
+
+
 def test_the_corrected_bound_is_the_sum_of_its_steps_and_the_printed_one_is_not():
     sympy = pytest.importorskip("sympy")
     alpha, epsilon, L, G, sigma, b, d, T, drop = sympy.symbols("α ε L G σ b d T drop", positive=True)

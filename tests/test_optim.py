@@ -457,3 +457,55 @@ def test_bad_parameters_are_refused():
     embedding(torch.tensor([0, 1])).sum().backward()
     with pytest.raises(RuntimeError, match="sparse=False"):
         Adam(embedding.parameters()).step()
+
+
+def test_a_first_step_left_out_is_made_up_for():
+    """Curvature stays due until it has arrived, so that no later step divides by nothing."""
+    model = make_model()
+    opt = AdaHesScale(model.parameters(), curvature_every=3, on_nonfinite="skip")
+    opt.backward(model(torch.full((1, 4), math.nan, dtype=torch.float64)).square().sum())
+    opt.step()
+    assert opt.is_curvature_due
+    train(model, opt, 4)
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_a_parameter_that_joins_between_curvature_updates_waits_for_the_next():
+    model = make_model()
+    model[0].weight.requires_grad_(False)
+    opt = AdaHesScale(model.parameters(), lr=0.01, curvature_every=3, trust_radius=1e-3)
+    train(model, opt, 1)
+    model[0].weight.requires_grad_(True)
+    before = model[0].weight.detach().clone()
+    train(model, opt, 1)
+    assert torch.equal(model[0].weight.detach(), before)
+    train(model, opt, 2)
+    assert not torch.equal(model[0].weight.detach(), before)
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_maximize_with_weight_decay_is_the_negated_loss_with_a_penalty():
+    w, v = (torch.tensor([1.0, -2.0], dtype=torch.float64, requires_grad=True) for _ in range(2))
+    up, down = AdaHesScale([w], lr=0.1, weight_decay=0.3, maximize=True), AdaHesScale([v], lr=0.1)
+    for _ in range(3):
+        up.zero_grad()
+        down.zero_grad()
+        up.backward(w.sin().sum())
+        down.backward(-v.sin().sum() + 0.15 * (v * v).sum())
+        up.step()
+        down.step()
+    torch.testing.assert_close(w, v)
+
+
+def test_each_group_measures_with_its_own_decay_rates():
+    def etas(order):
+        a, b = (torch.ones(1, dtype=torch.float64, requires_grad=True) for _ in range(2))
+        groups = [{"params": [a], "betas": (0.9, 0.5)}, {"params": [b], "betas": (0.9, 0.999), "bias_correction": False}]
+        opt = AdaHesScale(groups[::order], lr=0.5, eps=0, trust_radius=1e-4)
+        for scale in (1, 3):
+            opt.zero_grad()
+            opt.backward((0.5 * scale * a * a + 5 * scale * b * b).sum())
+            opt.step()
+        return opt.eta[0]
+
+    torch.testing.assert_close(etas(1), etas(-1))

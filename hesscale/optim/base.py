@@ -112,7 +112,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
 
     @property
     def is_curvature_due(self) -> bool:
-        """Whether the next step is one of those that take a new Hessian diagonal."""
+        """Whether the next step is one of those that take a new Hessian diagonal: every k-th, not counting steps left out."""
         return self.uses_curvature and self.param_groups[0]["step_count"] % self.curvature_every == 0
 
     def backward(self, loss: Tensor, *, scaler: torch.amp.GradScaler | None = None, **options: Any) -> None:
@@ -178,10 +178,9 @@ class CurvatureOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self.watch.report()
         batches = self.collect()
-        if batches:
-            self.apply(batches)
-        for group in self.param_groups:
-            group["step_count"] += 1
+        if batches and self.apply(batches):
+            for group in self.param_groups:
+                group["step_count"] += 1
         self.clear_curvature()
         return loss
 
@@ -238,13 +237,13 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         if self.is_curvature_due:
             raise RuntimeError(f"{type(self).__name__} needs hess_diag for this step and found none; {REMEDY}")
 
-    def apply(self, batches: list[tuple[dict[str, Any], Batch]]) -> None:
-        """Algorithm 2, and 3 where there is a trust region."""
+    def apply(self, batches: list[tuple[dict[str, Any], Batch]]) -> bool:
+        """Algorithm 2, and 3 where there is a trust region; whether the step was taken, as far as the host can tell."""
         self.unscale([batch for _, batch in batches])
         everything = [t for _, batch in batches for t in (*batch.gradients, *batch.curvatures)]
         alive = self.watch.admit(everything, getattr(self, "found_inf", None))
         if alive is not None and alive.device.type == "cpu":
-            return
+            return False
         self.watch.look_for_curvature([t for _, batch in batches for t in batch.curvatures])
         for group, batch in batches:
             self.average(group, batch, alive)
@@ -253,6 +252,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         for (group, batch), (denominators, factors), eta in zip(batches, moves, etas, strict=True):
             scale = eta if alive is None else (1 if eta is None else eta) * alive
             self.move(group, batch, denominators, factors, None if scale is None else scale.to(batch.params[0].device))
+        return True
 
     def move(
         self, group: dict[str, Any], batch: Batch, denominators: list[Tensor], factors: list[Any], scale: Tensor | None
@@ -278,6 +278,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             batch.curvatures = [torch.where(alive > 0, t, 0) for t in batch.curvatures]
         if group["maximize"]:
             batch.gradients = list(torch._foreach_neg(batch.gradients))
+            batch.curvatures = list(torch._foreach_neg(batch.curvatures)) if batch.curvatures else []
         if group["weight_decay"] and not group["decoupled_weight_decay"]:
             batch.gradients = list(torch._foreach_add(batch.gradients, batch.params, alpha=group["weight_decay"]))
             if batch.curvatures:
@@ -293,10 +294,12 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         etas: list[Tensor | None] = [None] * len(batches)
         self.eta = []
         for members in regions.values():
-            group = batches[members[0]][0]
-            parts = [update.quadratic(batches[i][1], *moves[i], group["betas"][1], group["bias_correction"]) for i in members]
+            parts = []
+            for i in members:
+                group, batch = batches[i]
+                parts.append(update.quadratic(batch, *moves[i], group["betas"][1], group["bias_correction"]))
             h = torch.stack([part.to(parts[0].device) for part in parts]).sum()
-            self.eta.append(update.trust(h, group["trust_radius"]))
+            self.eta.append(update.trust(h, batches[members[0]][0]["trust_radius"]))
             for i in members:
                 etas[i] = self.eta[-1]
         self.count_scaled()

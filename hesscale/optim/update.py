@@ -63,32 +63,32 @@ def kept(beta: float, alive: Tensor | None) -> Number:
 
 
 def quotient(batch: Batch, lr: Number, betas: tuple[float, float], eps: float) -> tuple[list[Tensor], Any]:
-    """The update as U = factor · M ⊘ denominator, with denominator √V + ε√(1 − β₂ᵗ) in new tensors."""
+    """U = factor · M ⊘ denominator, with √V + ε√(1 − β₂ᵗ) as denominator, in new tensors; zero before V has seen anything."""
     beta1, beta2 = betas
     by_gradient = bool(batch.gradient_squares)
     squares, steps = (batch.gradient_squares, batch.steps) if by_gradient else (batch.curvature_squares, batch.curvature_steps)
     scales = [c**0.5 for c in corrections(beta2, steps)]
     denominators = list(torch._foreach_sqrt(squares))
-    torch._foreach_add_(denominators, [eps * scale for scale in scales])
-    return denominators, [lr * scale / c for scale, c in zip(scales, corrections(beta1, batch.steps), strict=True)]
+    torch._foreach_add_(denominators, [eps * scale + (scale == 0) for scale in scales])
+    firsts = corrections(beta1, batch.steps)
+    return denominators, [lr * scale / (first + (first == 0)) for scale, first in zip(scales, firsts, strict=True)]
 
 
-def root(squares: list[Tensor], steps: list[Tensor], beta2: float, bias_correction: bool = True) -> list[Tensor]:
+def root(squares: list[Tensor], steps: list[Tensor], beta2: float, bias_correction: bool) -> list[Tensor]:
     """√V̂, in new tensors."""
     roots = list(torch._foreach_sqrt(squares))
     if bias_correction:
-        torch._foreach_div_(roots, [c**0.5 for c in corrections(beta2, steps)])
+        torch._foreach_div_(roots, [c**0.5 + (c == 0) for c in corrections(beta2, steps)])
     return roots
 
 
 def corrections(beta: float, steps: list[Tensor]) -> list[Any]:
-    """1 − βᵗ: numbers on a CPU, tensors elsewhere, where reading a number would stall; not zero before the first step either."""
+    """1 − βᵗ: numbers on a CPU, tensors elsewhere, where reading a number would stall."""
     if not steps or steps[0].device.type == "cpu":
         return [1 - beta ** float(step) for step in steps]
     found = torch._foreach_mul(steps, math.log(max(beta, 1e-30)))
     torch._foreach_expm1_(found)  # in float32, 1 − 0.999 would lose four digits
     torch._foreach_neg_(found)
-    torch._foreach_clamp_min_(found, 1e-30)
     return list(found)
 
 

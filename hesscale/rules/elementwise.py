@@ -38,12 +38,15 @@ for sampler in ("StandardGammaBackward", "_DirichletBackward"):
 
 
 def operand(node: Node, name: str) -> Any:
-    """A saved operand in floating point: integers overflow when squared and round when inverted."""
+    """A saved operand to compute with: no integer, which would overflow, and no Python number in disguise.
+
+    PyTorch keeps a number as a 0-d tensor, and takes the product of two such for one of the default dtype.
+    """
     value = saved(node, name)
-    if isinstance(value, Tensor) and not value.is_floating_point():
-        dtype = node._input_metadata[0].dtype
-        return value.to(torch.float32 if dtype == torch.float16 else dtype)
-    return value
+    if not isinstance(value, Tensor) or (value.is_floating_point() and value.dim()):
+        return value
+    dtype = torch.promote_types(node._input_metadata[0].dtype, torch.float32)
+    return value.to(dtype) if value.dim() else torch.ones((), dtype=dtype, device=value.device) * value
 
 
 def finite(derivative: Tensor) -> Tensor:

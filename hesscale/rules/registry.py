@@ -207,11 +207,7 @@ def saved(node: Node, name: str) -> Any:
             f"{node.name()} of torch {torch.__version__} has no saved {name!r}; hesscale's rule for it was written for another "
             "version of torch. Please report this."
         ) from None
-    if not isinstance(value, Tensor):
-        return value
-    if value.dim() == 0:
-        value = value.reshape(1).reshape(())  # a Python number in the model: PyTorch would compute with it in the default dtype
-    return value.float() if value.dtype == torch.float16 else value
+    return value.float() if isinstance(value, Tensor) and value.dtype == torch.float16 else value
 
 
 def dimension(value: int, rank: int) -> int:
