@@ -189,12 +189,13 @@ def ggn_mc(request: Request) -> Diagonals:
     Three ways to draw, the first that applies:
 
     - Softmax cross entropy (any loss linear in log-softmax outputs that are linear in z): a label y for every sample from the
-      model's own distribution q, and a = √w (q − e_y), with w the weight of the sample in the loss. This is the paper's GGN-MC.
+      model's own distribution q, and a = √w (q − e_y), with w the weight of the sample in the loss. These are the paper's draws.
     - H diagonal (squared error, …): a = √|h| ∘ z with random signs z. For squared error that is the usual draw too.
     - Otherwise a = z and b = H z: unbiased for every H, but single draws may be negative even where H is positive.
 
     The samples of a batch are drawn independently and with mean zero, so that one pass serves them all: products of different
-    samples vanish in expectation. A negative weight or curvature changes the sign of b. Leaves of the head are exact.
+    samples vanish in expectation. (The paper's code squares each sample's own gradient instead: the same for a batch of one, less
+    noisy for larger ones.) A negative weight or curvature changes the sign of b. Leaves of the head are exact.
     """
     outputs = request.model_outputs
     total = outputs.at_leaves()
