@@ -17,7 +17,7 @@ run: $(VENV)/.experiments ## train a small network and compare its Hessian diago
 test: lint ## lint, type check, tests, coverage
 	$(PYTEST)
 
-test-all: lint ## the same with the slow integration tests
+test-all: lint $(VENV)/.integrations ## the same with the slow tests, and with the libraries of the extra integrations
 	$(PYTEST) -m ""
 
 lint: $(VENV)/.dev ## ruff and mypy alone
@@ -37,7 +37,7 @@ clean: ## remove the environment, caches and plots
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One stamp per extra of pyproject.toml: installed again when the requirements change.
-$(VENV)/.experiments $(VENV)/.dev: $(VENV)/.%: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.experiments $(VENV)/.dev $(VENV)/.integrations: $(VENV)/.%: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing hesscale[$*] into $(VENV); the first time takes a few minutes, torch is large"
 	@$(INSTALL) setuptools
 	@$(INSTALL) --no-build-isolation -e ".[$*]"

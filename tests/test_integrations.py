@@ -45,7 +45,7 @@ def assert_equal(tensors, others, **tolerance):
 
 
 def assert_trained(module, before, optimizer, steps=None):
-    """Parameters moved and are finite, and every one's curvature reached the optimizer's average."""
+    """Parameters moved and are finite, and curvature, of most of them not zero, reached the average at every step."""
     after = copies(module)
     assert all(p.isfinite().all() for p in after)
     assert any(not torch.equal(p, q) for p, q in zip(after, before, strict=True))
@@ -53,7 +53,6 @@ def assert_trained(module, before, optimizer, steps=None):
     assert len(states) == len(optimizer.parameters())
     assert sum(bool(state["exp_hess_sq"].any()) for state in states) > len(states) / 2
     assert all(state["curvature_step"] == state["step"] for state in states)
-    assert all(getattr(p, "hess_diag", None) is None for p in optimizer.parameters())  # consumed
     if steps is not None:
         assert optimizer.param_groups[0]["step_count"] == steps
 
@@ -61,10 +60,10 @@ def assert_trained(module, before, optimizer, steps=None):
 # --- Stable-Baselines3 ---
 
 AGENTS = {
-    "PPO": ("CartPole-v1", dict(n_steps=64, batch_size=32, n_epochs=2), 128),
-    "A2C": ("CartPole-v1", dict(), 40),
-    "DQN": ("CartPole-v1", dict(learning_starts=40, learning_rate=1e-4), 80),
-    "SAC": ("Pendulum-v1", dict(learning_starts=20), 40),
+    "PPO": ("CartPole-v1", {"n_steps": 64, "batch_size": 32, "n_epochs": 2}, 128),
+    "A2C": ("CartPole-v1", {}, 40),
+    "DQN": ("CartPole-v1", {"learning_starts": 40, "learning_rate": 1e-4}, 80),
+    "SAC": ("Pendulum-v1", {"learning_starts": 20}, 40),
 }
 
 
@@ -72,7 +71,7 @@ def make_agent(name, optimizer, **options):
     sb3 = pytest.importorskip("stable_baselines3")
     gym = pytest.importorskip("gymnasium")
     env, settings, steps = AGENTS[name]
-    kwargs = dict(net_arch=[16, 16], optimizer_class=optimizer, optimizer_kwargs=options)
+    kwargs = {"net_arch": [16, 16], "optimizer_class": optimizer, "optimizer_kwargs": options}
     agent = getattr(sb3, name)("MlpPolicy", gym.make(env), policy_kwargs=kwargs, seed=0, device="cpu", **settings)
     return agent, steps
 
@@ -137,7 +136,7 @@ def test_stable_baselines3_ppo_learns_cartpole():
     sb3 = pytest.importorskip("stable_baselines3")
     from stable_baselines3.common.evaluation import evaluate_policy
 
-    kwargs = dict(optimizer_class=hesscale.AdaHesScale, optimizer_kwargs=dict(eps=1e-8))
+    kwargs = {"optimizer_class": hesscale.AdaHesScale, "optimizer_kwargs": {"eps": 1e-8}}
     agent = sb3.PPO("MlpPolicy", "CartPole-v1", learning_rate=1e-4, n_steps=512, policy_kwargs=kwargs, seed=1, device="cpu")
     before, _ = evaluate_policy(agent, agent.get_env(), n_eval_episodes=10, warn=False)
     learn(agent, 8192)
@@ -187,8 +186,8 @@ def make_trainer(folder, **options):
     lightning = pytest.importorskip("lightning")
     from lightning_digits import CaptureCurvature
 
-    quiet = dict(accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False)
-    options = dict(enable_checkpointing=False) | options
+    quiet = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    options = {"enable_checkpointing": False} | options
     return lightning.Trainer(callbacks=[CaptureCurvature()], default_root_dir=folder, **quiet, **options)
 
 
@@ -252,6 +251,25 @@ def test_lightning_ends_the_block_when_training_fails(tmp_path):
     assert torch.autograd.backward is ORIGINAL
 
 
+@pytest.mark.usefixtures("examples")
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_lightning_with_a_gradient_scaler(clip, tmp_path):
+    """The callback hands it on. Lightning lets no optimizer that unscales by itself have its gradients clipped."""
+    pytest.importorskip("lightning")
+    from lightning.pytorch.plugins import MixedPrecision
+
+    module, loader = make_digits(hesscale.AdaHesScale)
+    before = copies(module)
+    plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=1024.0))
+    trainer = make_trainer(tmp_path, max_epochs=1, limit_train_batches=5, plugins=[plugin], gradient_clip_val=clip)
+    if clip is None:
+        trainer.fit(module, loader)
+        assert_trained(module, before, trainer.optimizers[0], 5)
+    else:
+        with pytest.raises(RuntimeError, match="does not allow for gradient clipping"):
+            trainer.fit(module, loader)
+
+
 # --- Hugging Face ---
 
 
@@ -269,8 +287,8 @@ def make_hf_trainer(folder, optimizer=None, attention="eager", max_steps=6, **op
 
     torch.manual_seed(0)
     model = make_model(attention)
-    quiet = dict(report_to=[], disable_tqdm=True, use_cpu=True, save_strategy="no", lr_scheduler_type="constant")
-    settings = dict(max_steps=max_steps, per_device_train_batch_size=8, learning_rate=1e-3) | quiet | options
+    quiet = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "save_strategy": "no", "lr_scheduler_type": "constant"}
+    settings = {"max_steps": max_steps, "per_device_train_batch_size": 8, "learning_rate": 1e-3} | quiet | options
     optimizer = optimizer or (lambda params: hesscale.AdaHesScale(params, lr=1e-3))
     return transformers.Trainer(
         model=model,
@@ -311,7 +329,7 @@ def test_hugging_face_trainer_gets_the_gradients_it_always_got(tmp_path):
 @pytest.mark.usefixtures("examples", "accelerate_reset")
 def test_hugging_face_trainer_resumes_where_it_stopped(tmp_path):
     whole = fit(make_hf_trainer(tmp_path / "whole"))
-    saves = dict(save_strategy="steps", save_steps=3)
+    saves = {"save_strategy": "steps", "save_steps": 3}
     fit(make_hf_trainer(tmp_path / "parts", max_steps=3, **saves))
     rest = make_hf_trainer(tmp_path / "parts")
     fit(rest, resume_from_checkpoint=str(tmp_path / "parts/checkpoint-3"))
@@ -390,7 +408,7 @@ def test_gradient_scaler_with_clipping(dtype):
     ("script", "needs", "arguments", "says"),
     [
         ("sb3_ppo.py", ["stable_baselines3"], ["--steps", "1024"], "loaded, after 1536 steps"),
-        ("sb3_sac.py", ["stable_baselines3"], ["--steps", "200"], "critic: "),
+        ("sb3_sac.py", ["stable_baselines3"], ["--steps", "200"], "after 200 steps"),
         ("lightning_digits.py", ["lightning", "sklearn"], ["--epochs", "2"], "after 2 epochs"),
         ("huggingface_trainer.py", ["transformers", "accelerate"], ["--steps", "5"], "after 5 steps"),
         ("accelerate_bert.py", ["transformers", "accelerate"], ["--steps", "5"], "after 5 steps"),
