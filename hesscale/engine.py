@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointError
 from . import heads
 from .errors import UnsupportedOperator
 from .graph import Step, steps_of
-from .nodes import Edge, Node, edge_of, leading_to, metadata, topological
+from .nodes import Edge, Node, edge_of, leading_to, leaf_nodes, metadata, topological
 from .rules.registry import Shares
 
 METHODS = ("hesscale", "hesscale_gn", "bl89")
@@ -72,15 +72,14 @@ def backward(
 
 def carry(run_backward: Callable[[], None], loss: Tensor, tensors: Sequence[Tensor] | None, **options: Any) -> None:
     """Fill ``hess_diag`` of these tensors, or of every leaf, during a backward pass of the loss that fills ``.grad``."""
-    plan = Plan(loss, wanted=tensors, **options)
-    tensors = tensors or ()
-    fresh = [not (tensor.is_leaf or tensor.retains_grad) or tensor.grad is None for tensor in tensors]
+    plan = Plan(loss, wanted=tensors, fills_leaves=True, **options)
+    fresh = {edge: not (t.is_leaf or t.retains_grad) or t.grad is None for edge, t in plan.wanted.items()}
     with plan.hooks():
         run_backward()
     plan.fill_the_flat()
-    for edge, (tensor, afresh) in dict(zip(plan.wanted, zip(tensors, fresh, strict=True), strict=True)).items():
+    for edge, tensor in plan.wanted.items():
         if edge[0] in plan.reached and tensor.grad is not None:
-            accumulate(tensor, plan.diagonals.get(edge), afresh)
+            accumulate(tensor, plan.diagonals.get(edge), fresh[edge], edge in plan.owned)
 
 
 def grad(
@@ -112,10 +111,8 @@ def grad(
     plan = Plan(loss, method=method, outputs=outputs, wanted=wanted, head=head, fallback=fallback)
     with plan.hooks():
         gradients = torch.autograd.grad(loss, wanted, retain_graph=retain_graph, allow_unused=allow_unused)
-    diagonals = [plan.diagonals.get(edge) for edge in plan.wanted]
-    return gradients, tuple(
-        None if g is None else own(s, tensor) for g, s, tensor in zip(gradients, diagonals, wanted, strict=True)
-    )
+    found = {id(tensor): plan.diagonals.get(edge) for edge, tensor in plan.wanted.items()}
+    return gradients, tuple([None if g is None else own(found[id(t)], t) for g, t in zip(gradients, wanted, strict=True)])
 
 
 class Plan:
@@ -130,11 +127,15 @@ class Plan:
         wanted: Sequence[Tensor] | None,
         head: str,
         fallback: str,
+        fills_leaves: bool = False,
     ) -> None:
         root = edge_of(loss)[0]
         order = topological(root)
         self.reached = frozenset(order)
-        self.wanted = [edge_of(tensor) for tensor in wanted or ()]
+        leaves = leaf_nodes(order)
+        if fills_leaves and wanted is not None and is_all(leaves, wanted):
+            wanted = None
+        self.wanted = {(leaves[id(t)], 0) if id(t) in leaves else edge_of(t): t for t in wanted or ()}
         self.kept = frozenset(self.wanted)
         ends = None if outputs is None else {edge_of(tensor) for tensor in as_tensors(outputs, "outputs")}
         if ends and not ends <= {edge for node in order for edge in node.next_functions} | {edge_of(loss)}:
@@ -143,7 +144,7 @@ class Plan:
         self.gauss_newton = method == "hesscale_gn"
         self.head = heads.Head.empty()
         if method != "bl89" and (head == "exact" or self.gauss_newton):
-            self.head = heads.find(self.steps, ends, self.wanted)
+            self.head = heads.find(self.steps, ends, self.kept)
         self.loss = loss
         self.double_backward = head == "exact" and method != "bl89"
         self.task: int | None = None
@@ -290,6 +291,11 @@ class Plan:
                 self.arrive(leaf, None, False)
 
 
+def is_all(leaves: dict[int, Node], wanted: Sequence[Tensor]) -> bool:
+    """Whether the wanted tensors are leaves, and every leaf of the graph is among them."""
+    return all(tensor.is_leaf for tensor in wanted) and leaves.keys() <= {id(tensor) for tensor in wanted}
+
+
 class Before(NamedTuple):
     """A leaf's gradient as it was before the pass."""
 
@@ -310,11 +316,11 @@ def is_zero(values: Sequence[Tensor | None]) -> bool:
 
 def fit(share: Tensor, meta: Any) -> Tensor:
     """A share in the shape, dtype and device of the tensor it belongs to: what was broadcast is summed."""
-    dtype = carrier(meta.dtype)
+    dtype = meta.dtype
     if share.dtype != dtype or share.device != meta.device:
-        share = share.to(device=meta.device, dtype=dtype)
-    shape = torch.Size(meta.shape)
-    return share if share.shape == shape else share.sum_to_size(shape)
+        share = share.to(device=meta.device, dtype=carrier(dtype))
+    shape = meta.shape
+    return share if list(share.shape) == shape else share.sum_to_size(shape)
 
 
 def carrier(dtype: torch.dtype) -> torch.dtype:

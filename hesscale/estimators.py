@@ -22,8 +22,20 @@ from torch import Tensor
 from . import heads
 from .engine import as_tensors, carrier, check_loss, fit, grad, own
 from .errors import UnsupportedOperator
-from .graph import LEAF, Step, custom_rule
-from .nodes import Edge, Node, edge_of, gradient_edge, inputs_of, is_once_differentiable, leading_to, metadata, pull, topological
+from .graph import Step, custom_rule
+from .nodes import (
+    LEAF,
+    Edge,
+    Node,
+    edge_of,
+    gradient_edge,
+    inputs_of,
+    is_once_differentiable,
+    leading_to,
+    metadata,
+    pull,
+    topological,
+)
 from .rules import RULES, Rule
 from .rules.registry import dimension, saved
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from . import heads
 from .engine import as_tensors, check_choices, check_loss
 from .errors import UnsupportedOperator
-from .graph import LEAF, Step, step_of
-from .nodes import Edge, edge_of, metadata, topological
+from .graph import Step, step_of
+from .nodes import LEAF, Edge, edge_of, metadata, topological
 from .rules import BL89, RULES, Rule
 
 

@@ -9,11 +9,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from .errors import UnsupportedOperator
-from .nodes import Edge, Node, metadata, per_edge
+from .nodes import LEAF, Edge, Node, metadata, per_edge
 from .rules import BL89, REFUSED, RULES, Rule, brute_force
 from .rules.registry import RuleFunction, Shares, summary_of
-
-LEAF = "torch::autograd::AccumulateGrad"
 
 
 class Step(NamedTuple):
@@ -58,7 +56,8 @@ def step_of(node: Node, special: dict[str, Rule], fallback: str) -> Step:
 
 def refusal(node: Node, name: str, rule: Rule | None, repeated: bool) -> str | None:
     """Why this node cannot be served, with the way out; None if it can."""
-    if rule is None or any(is_foreign(meta) for meta in node._input_metadata):
+    metas = node._input_metadata
+    if rule is None or is_foreign(metas[0]) or (len(metas) > 1 and any(is_foreign(meta) for meta in metas)):
         if known := known_refusal(node, name):
             return f"no curvature rule for {name}: {known}."
         return f"no curvature rule for {name}{origin(node, name)}. {WAY_OUT}"
@@ -85,10 +84,12 @@ WAY_OUT = (
 
 def is_foreign(meta: Any) -> bool:
     """Whether a tensor is of a kind that rules know nothing about."""
-    return bool(meta.is_nested_tensor or meta.dtype.is_complex)
+    return bool(meta.dtype.is_complex or meta.is_nested_tensor)
 
 
 def is_repeated(edges: Sequence[Edge]) -> bool:
+    if len(edges) == 2:
+        return edges[0] == edges[1] and edges[0][0] is not None
     real = [edge for edge in edges if edge[0] is not None]
     return len(set(real)) < len(real)
 

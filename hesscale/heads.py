@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import NamedTuple
@@ -92,7 +92,7 @@ class Head:
         return done
 
 
-def find(steps: Sequence[Step], outputs: set[Edge] | None, wanted: Sequence[Edge]) -> Head:
+def find(steps: Sequence[Step], outputs: set[Edge] | None, wanted: Collection[Edge]) -> Head:
     """Split the head off a graph (``steps`` in topological order) and see where its rules are exact."""
     body: set[Node] = set()
     inside: list[Step] = []

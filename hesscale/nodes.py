@@ -10,12 +10,20 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 Node = Any  # torch.autograd.graph.Node, whose saved attributes no type checker knows
+LEAF = "torch::autograd::AccumulateGrad"
 Edge = tuple[Node, int]  # a tensor: the node that made it, and which of that node's outputs it is
 
 
 def edge_of(tensor: Tensor) -> Edge:
+    if tensor.grad_fn is not None:
+        return tensor.grad_fn, tensor.output_nr
     node, index = get_gradient_edge(tensor)[:2]
     return node, index
+
+
+def leaf_nodes(order: Iterable[Node]) -> dict[int, Node]:
+    """The leaves among these nodes, by the id of their tensor."""
+    return {id(node.variable): node for node in order if node.name() == LEAF}
 
 
 def gradient_edge(edge: Edge) -> GradientEdge:
