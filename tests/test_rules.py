@@ -57,6 +57,7 @@ FAMILIES = {
     "bilinear": "addmm",
     "convolution": "conv2d",
     "elementwise": "mul",
+    "functions": "exp",
     "indexing": "gather",
     "linear_maps": "permute",
     "losses": "mse mean",
