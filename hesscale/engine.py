@@ -316,9 +316,9 @@ def is_zero(values: Sequence[Tensor | None]) -> bool:
 
 def fit(share: Tensor, meta: Any) -> Tensor:
     """A share in the shape, dtype and device of the tensor it belongs to: what was broadcast is summed."""
-    dtype = meta.dtype
+    dtype = carrier(meta.dtype)
     if share.dtype != dtype or share.device != meta.device:
-        share = share.to(device=meta.device, dtype=carrier(dtype))
+        share = share.to(device=meta.device, dtype=dtype)
     shape = meta.shape
     return share if list(share.shape) == shape else share.sum_to_size(shape)
 

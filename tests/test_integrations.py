@@ -67,12 +67,14 @@ AGENTS = {
 }
 
 
-def make_agent(name, optimizer, **options):
+def make_agent(name, optimizer, changes=None, **options):
     sb3 = pytest.importorskip("stable_baselines3")
     gym = pytest.importorskip("gymnasium")
     env, settings, steps = AGENTS[name]
     kwargs = {"net_arch": [16, 16], "optimizer_class": optimizer, "optimizer_kwargs": options}
-    agent = getattr(sb3, name)("MlpPolicy", gym.make(env), policy_kwargs=kwargs, seed=0, device="cpu", **settings)
+    agent = getattr(sb3, name)(
+        "MlpPolicy", gym.make(env), policy_kwargs=kwargs, seed=0, device="cpu", **(settings | (changes or {}))
+    )
     return agent, steps
 
 
@@ -115,10 +117,14 @@ def test_stable_baselines3_trains_saves_loads_and_goes_on(name, tmp_path):
 
 @pytest.mark.parametrize("name", AGENTS)
 def test_stable_baselines3_gets_the_gradients_it_always_got(name):
-    """With a trust region that never binds, Adam in the block is torch's Adam without it."""
-    agent, steps = make_agent(name, hesscale.Adam, eps=1e-5, trust_radius=NO_LIMIT)
+    """With a trust region that never binds, Adam in the block is torch's Adam without it.
+
+    A large eps and no clipping, since Adam and clipping would both hide a gradient that is off by a factor.
+    """
+    changes = {"learning_rate": 1e-2} | ({} if name == "SAC" else {"max_grad_norm": 1e9})
+    agent, steps = make_agent(name, hesscale.Adam, changes, eps=0.1, trust_radius=NO_LIMIT)
     learn(agent, steps)
-    reference, _ = make_agent(name, torch.optim.Adam, eps=1e-5)
+    reference, _ = make_agent(name, torch.optim.Adam, changes, eps=0.1)
     reference.learn(steps)
     for part, other in zip(parts_of(agent), parts_of(reference), strict=True):
         assert any(bool(state["exp_hess_sq"].any()) for state in part.optimizer.state.values())
@@ -219,7 +225,7 @@ def test_lightning_trains(options, steps, tmp_path):
 @pytest.mark.usefixtures("examples")
 def test_lightning_gets_the_gradients_it_always_got(tmp_path):
     modules = []
-    for optimizer, options in ((hesscale.Adam, {"trust_radius": NO_LIMIT}), (torch.optim.Adam, {})):
+    for optimizer, options in ((hesscale.Adam, {"eps": 0.1, "trust_radius": NO_LIMIT}), (torch.optim.Adam, {"eps": 0.1})):
         module, loader = make_digits(optimizer, **options)
         trainer = make_trainer(tmp_path, max_epochs=1, limit_train_batches=10)
         if optimizer is torch.optim.Adam:
@@ -320,8 +326,9 @@ def test_hugging_face_trainer_trains(options, tmp_path):
 
 @pytest.mark.usefixtures("examples", "accelerate_reset")
 def test_hugging_face_trainer_gets_the_gradients_it_always_got(tmp_path):
-    ours = fit(make_hf_trainer(tmp_path, lambda params: hesscale.Adam(params, lr=1e-3, eps=1e-5, trust_radius=NO_LIMIT)))
-    theirs = make_hf_trainer(tmp_path, lambda params: torch.optim.Adam(params, lr=1e-3, eps=1e-5))
+    options = {"lr": 1e-2, "eps": 0.1}
+    ours = fit(make_hf_trainer(tmp_path, lambda params: hesscale.Adam(params, trust_radius=NO_LIMIT, **options), max_grad_norm=0))
+    theirs = make_hf_trainer(tmp_path, lambda params: torch.optim.Adam(params, **options), max_grad_norm=0)
     theirs.train()
     assert_equal(ours.parameters(), theirs.model.parameters(), rtol=1e-4, atol=1e-5)
 

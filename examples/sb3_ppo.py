@@ -1,0 +1,55 @@
+"""Stable-Baselines3's PPO with AdaHesScale in place of Adam.
+
+    pip install -c constraints.txt -e ".[integrations]"
+    python examples/sb3_ppo.py --steps 8192
+
+Prints the mean return before and after, then saves the agent, loads it and goes on with the averages it had.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+
+import gymnasium as gym
+import torch
+from stable_baselines3 import PPO
+from stable_baselines3.common.evaluation import evaluate_policy
+
+import hesscale
+
+
+def mean_return(model: PPO, episodes: int = 10) -> float:
+    return float(evaluate_policy(model, model.get_env(), n_eval_episodes=episodes, warn=False)[0])
+
+
+def main(steps: int, seed: int) -> None:
+    torch.set_num_threads(1)  # networks this small are slower on more
+    choice = {"optimizer_class": hesscale.AdaHesScale, "optimizer_kwargs": {"eps": 1e-8}}
+    model = PPO(
+        "MlpPolicy",
+        gym.make("CartPole-v1"),
+        learning_rate=1e-4,
+        n_steps=512,
+        policy_kwargs=choice,
+        seed=seed,
+        device="cpu",
+    )
+    print(f"before: return {mean_return(model):.1f}")
+    with hesscale.capture(model.policy.optimizer):
+        model.learn(steps)
+    print(f"after {model.num_timesteps} steps: return {mean_return(model):.1f}")
+
+    with tempfile.TemporaryDirectory() as folder:
+        model.save(f"{folder}/agent")
+        model = PPO.load(f"{folder}/agent", env=gym.make("CartPole-v1"), device="cpu")
+    with hesscale.capture(model.policy.optimizer):  # loading made another optimizer
+        model.learn(steps // 4, reset_num_timesteps=False)
+    print(f"loaded, after {model.num_timesteps} steps: return {mean_return(model):.1f}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=8192)
+    parser.add_argument("--seed", type=int, default=1)
+    main(**vars(parser.parse_args()))
