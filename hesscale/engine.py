@@ -135,7 +135,7 @@ class Plan:
         leaves = leaf_nodes(order)
         if fills_leaves and wanted is not None and is_all(leaves, wanted):
             wanted = None
-        self.wanted = {(leaves[id(t)], 0) if id(t) in leaves else edge_of(t): t for t in wanted or ()}
+        self.wanted = {(leaves[id(t)], 0) if t.is_leaf and id(t) in leaves else edge_of(t): t for t in wanted or ()}
         self.kept = frozenset(self.wanted)
         ends = None if outputs is None else {edge_of(tensor) for tensor in as_tensors(outputs, "outputs")}
         if ends and not ends <= {edge for node in order for edge in node.next_functions} | {edge_of(loss)}:
