@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import CheckpointError
 
 from . import heads
-from .errors import UnsupportedOperator
+from .checkpointing import saved_tensors_stay
 from .graph import Step, steps_of
 from .nodes import Edge, Node, edge_of, leading_to, leaf_nodes, metadata, topological
 from .rules.registry import Shares
@@ -170,12 +169,8 @@ class Plan:
             for step in self.steps:
                 if step.node not in settled and step.node not in self.riders:
                     handles.append(step.node.register_prehook(quiet(self.hook(step))))
-            yield
-        except CheckpointError as error:
-            raise UnsupportedOperator(
-                "torch.utils.checkpoint gives a saved tensor only once, which leaves none for the curvature rules. Run this part "
-                "without checkpointing; gradients have changed in part, clear them"
-            ) from error
+            with saved_tensors_stay():
+                yield
         finally:
             for handle in handles:
                 handle.remove()

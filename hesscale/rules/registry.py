@@ -83,7 +83,7 @@ BL89: dict[str, Rule] = {}  # what the method "bl89" replaces
 REFUSED: dict[str, str] = {
     "CompiledFunctionBackward": "a model under torch.compile hides its operators. Pass the model before torch.compile, or run "
     "this forward pass under torch.compiler.set_stance('force_eager')",
-    "CheckpointFunctionBackward": "reentrant checkpointing hides its operators. Run this part without checkpointing",
+    "CheckpointFunctionBackward": "reentrant checkpointing hides its operators. Pass use_reentrant=False to checkpoint",
     "BackwardBackward": "the loss holds a gradient (create_graph=True), whose curvature needs third derivatives. "
     "Take such a term out of the loss, or detach it",
     "Sparse": "sparse tensors have no curvature rules. Use dense ones",
