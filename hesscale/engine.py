@@ -7,6 +7,7 @@ At a leaf the sum of the shares is the parameter's ``hess_diag``.
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -62,7 +63,6 @@ def backward(
         >>> w.grad, w.hess_diag
         (tensor([ 3., 12.]), tensor([ 6., 12.]))
     """
-    check_choices(method=method, head=head, fallback=fallback)
     check_loss(loss)
     wanted = None if inputs is None else as_tensors(inputs, "inputs")
     options = {"method": method, "outputs": outputs, "head": head, "fallback": fallback}
@@ -71,14 +71,32 @@ def backward(
 
 def carry(run_backward: Callable[[], None], loss: Tensor, tensors: Sequence[Tensor] | None, **options: Any) -> None:
     """Fill ``hess_diag`` of these tensors, or of every leaf, during a backward pass of the loss that fills ``.grad``."""
+    check_choices(method=options["method"], head=options["head"], fallback=options["fallback"])
     plan = Plan(loss, wanted=tensors, fills_leaves=True, **options)
     fresh = {edge: not (t.is_leaf or t.retains_grad) or t.grad is None for edge, t in plan.wanted.items()}
-    with plan.hooks():
+    with plan.hooks(), own_pass():
         run_backward()
     plan.fill_the_flat()
     for edge, tensor in plan.wanted.items():
         if edge[0] in plan.reached and tensor.grad is not None:
             accumulate(tensor, plan.diagonals.get(edge), fresh[edge], edge in plan.owned)
+
+
+_thread = threading.local()
+
+
+@contextmanager
+def own_pass() -> Iterator[None]:
+    """Marks a backward pass that fills curvature itself, for :func:`hesscale.capture` to leave alone."""
+    before, _thread.busy = is_own_pass(), True
+    try:
+        yield
+    finally:
+        _thread.busy = before
+
+
+def is_own_pass() -> bool:
+    return getattr(_thread, "busy", False)
 
 
 def grad(

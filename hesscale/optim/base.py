@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import engine
+from ..errors import NonFiniteError
 from ..nodes import edge_of, topological
 from . import update
 from .update import Batch
@@ -62,13 +64,6 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         foreach: bool | None = None,
         capturable: bool = False,
     ) -> None:
-        check_number("lr", lr, lr >= 0)
-        check_number("eps", eps, eps >= 0)
-        check_number("weight_decay", weight_decay, weight_decay >= 0)
-        for i, beta in enumerate(betas):
-            check_number(f"betas[{i}]", beta, 0 <= beta < 1)
-        if trust_radius is not None:
-            check_number("trust_radius", trust_radius, trust_radius > 0)
         check_number("curvature_every", curvature_every, curvature_every >= 1 and int(curvature_every) == curvature_every)
         if trust_region not in TRUST_REGIONS:
             raise ValueError(f"trust_region={trust_region!r} is not one of {', '.join(map(repr, TRUST_REGIONS))}")
@@ -87,9 +82,9 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         self.trust_region = trust_region
         self.curvature_every = curvature_every
         self.watch = Watch(on_nonfinite)
-        self.eta: list[Tensor] = []  # of the last step, one per trust region
-        self.scaled_steps: Tensor | None = None
-        self.measured_steps = 0
+        self.eta: list[Tensor | None] = []  # of the last step, one per trust region; None where a region took no part
+        self.scaled_steps: dict[int, Tensor] = {}
+        self.measured_steps: dict[int, int] = {}
         self.curvature_is_unscaled = False
         super().__init__(params, defaults)
 
@@ -97,13 +92,28 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         group.setdefault("step_count", 0)
-        for p in group["params"]:
-            if p.is_complex():
-                self.param_groups.pop()
-                raise ValueError("complex parameters have no Hessian diagonal; hold real and imaginary parts as two parameters")
-        if self.trust_region == "optimizer" and group["trust_radius"] != self.param_groups[0]["trust_radius"]:
+        try:
+            check_group(group)
+            if self.trust_region == "optimizer" and group["trust_radius"] != self.param_groups[0]["trust_radius"]:
+                raise ValueError("one trust region has one trust_radius; pass trust_region='group' to give each group its own")
+        except ValueError:
             self.param_groups.pop()
-            raise ValueError("one trust region has one trust_radius; pass trust_region='group' to give each group its own")
+            raise
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {name: value for name, value in self.__dict__.items() if not name.startswith("_")}
+        return {**super().__getstate__(), **own}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's; options that the saved groups lack are this optimizer's, and step counters stay with their parameters."""
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            for name, value in {**self.defaults, "step_count": 0}.items():
+                group.setdefault(name, value)
+            for p in group["params"]:
+                state = self.state.get(p, {})
+                for name in {"step", "curvature_step"} & state.keys():
+                    state[name] = torch.as_tensor(state[name]).to(device=p.device, dtype=torch.float32)
 
     @property
     def uses_curvature(self) -> bool:
@@ -115,21 +125,30 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         """Whether the next step is one of those that take a new Hessian diagonal: every k-th, not counting steps left out."""
         return self.uses_curvature and self.param_groups[0]["step_count"] % self.curvature_every == 0
 
-    def backward(self, loss: Tensor, *, scaler: torch.amp.GradScaler | None = None, **options: Any) -> None:
+    def backward(
+        self,
+        loss: Tensor,
+        *,
+        scaler: torch.amp.GradScaler | None = None,
+        outputs: Tensor | Sequence[Tensor] | None = None,
+        retain_graph: bool = False,
+        head: str = "exact",
+        fallback: str = "error",
+    ) -> None:
         """Fill what the next :meth:`step` needs: ``.grad``, and ``.hess_diag`` if it is due.
 
         Args:
             loss: the loss itself, not scaled by ``scaler``.
             scaler: scales the loss for the backward pass; the curvature comes out unscaled.
-            options: for :func:`hesscale.backward`: ``outputs``, ``retain_graph``, ``head``, ``fallback``.
+            outputs, retain_graph, head, fallback: as in :func:`hesscale.backward`.
         """
+        engine.check_choices(method="hesscale", head=head, fallback=fallback)
         scaled = loss if scaler is None else scaler.scale(loss)
         if not self.is_curvature_due:
-            scaled.backward(retain_graph=options.get("retain_graph", False))
+            scaled.backward(retain_graph=retain_graph)
             return
-        if scaler is not None:
-            options["scale"] = scaler.scale(torch.ones((), device=loss.device))
-        self.fill_curvature(scaled, **options)
+        scale = None if scaler is None else scaler.scale(torch.ones((), device=loss.device))
+        self.fill_curvature(scaled, retain_graph=retain_graph, scale=scale, outputs=outputs, head=head, fallback=fallback)
 
     def fill_curvature(self, loss: Tensor, *, retain_graph: bool = False, scale: Tensor | None = None, **options: Any) -> None:
         """``.grad`` of every leaf as ``loss.backward()`` fills it, and ``hess_diag`` of this optimizer's parameters."""
@@ -142,6 +161,8 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         """``hess_diag`` of this optimizer's parameters, in a pass of its own that keeps the graph and touches no ``.grad``."""
         reached = set(topological(edge_of(loss)[0]))
         params = [p for p in self.parameters() if edge_of(p)[0] in reached]
+        if not params:
+            return
         found = self.diagonals(loss, params, **options)
         with unscaled(self, scale):
             for p, diagonal in zip(params, found, strict=True):
@@ -161,8 +182,10 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         self.clear_curvature()
 
     def clear_curvature(self) -> None:
-        for p in self.parameters():
-            p.hess_diag = None
+        self.curvature_is_unscaled = False
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.hess_diag = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -176,11 +199,18 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.watch.report()
-        batches = self.collect()
-        if batches and self.apply(batches):
-            for group in self.param_groups:
-                group["step_count"] += 1
+        try:
+            self.watch.report()
+            batches = self.collect()
+            if batches and self.apply(batches):
+                for group in self.param_groups:
+                    group["step_count"] += 1
+        except BaseException as error:
+            for name in ("grad_scale", "found_inf"):  # GradScaler takes its marks away only where step returns
+                self.__dict__.pop(name, None)
+            if isinstance(error, NonFiniteError):
+                self.clear_curvature()
+            raise
         self.clear_curvature()
         return loss
 
@@ -202,25 +232,24 @@ class CurvatureOptimizer(torch.optim.Optimizer):
     def enter(self, p: Tensor, group: dict[str, Any], batch: Batch) -> None:
         """Put a parameter and its state into a batch."""
         state = self.state[p]
-        if not state:
-            state["step"] = torch.zeros((), device=p.device)
-            state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-            if self.squares_gradient:
-                state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-            if self.uses_curvature:
-                state["curvature_step"] = torch.zeros((), device=p.device)
-                state["exp_hess_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+        if self.squares_gradient and state and "exp_avg_sq" not in state:
+            raise RuntimeError(
+                "the loaded state has no exp_avg_sq: it is that of an optimizer that does not average squared gradients"
+            )
         batch.params.append(p)
         batch.gradients.append(p.grad)  # type: ignore[arg-type]
-        batch.momenta.append(state["exp_avg"])
-        batch.steps.append(state["step"])
+        batch.momenta.append(entry(state, "exp_avg", p))
+        batch.steps.append(entry(state, "step", p))
         if self.squares_gradient:
-            batch.gradient_squares.append(state["exp_avg_sq"])
+            batch.gradient_squares.append(entry(state, "exp_avg_sq", p))
         if self.uses_curvature:
-            batch.curvature_squares.append(state["exp_hess_sq"])
-            batch.curvature_steps.append(state["curvature_step"])
-            if getattr(p, "hess_diag", None) is not None:
-                batch.curvatures.append(self.prepare(p.hess_diag))  # type: ignore[attr-defined]
+            batch.curvature_squares.append(entry(state, "exp_hess_sq", p))
+            batch.curvature_steps.append(entry(state, "curvature_step", p))
+            curvature: Tensor | None = getattr(p, "hess_diag", None)
+            if curvature is not None:
+                if curvature.shape != p.shape:
+                    raise RuntimeError(f"hess_diag has shape {tuple(curvature.shape)}, its parameter {tuple(p.shape)}")
+                batch.curvatures.append(self.prepare(curvature))
 
     def prepare(self, curvature: Tensor) -> Tensor:
         """The diagonal as this optimizer averages it."""
@@ -233,7 +262,10 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         if present == wanted:
             return
         if present:
-            raise RuntimeError(f"{wanted - present} of {wanted} parameters with a gradient have no hess_diag; {REMEDY}")
+            raise RuntimeError(
+                f"{wanted - present} of {wanted} parameters with a gradient have no hess_diag; {REMEDY}. Zeros that "
+                "zero_grad(set_to_none=False) left are gradients too: pass set_to_none=True"
+            )
         if self.is_curvature_due:
             raise RuntimeError(f"{type(self).__name__} needs hess_diag for this step and found none; {REMEDY}")
 
@@ -260,7 +292,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         """W ← W − scale · factor · M ⊘ denominator; ``scale`` is η, and 0 where the step must leave no trace."""
         if group["decoupled_weight_decay"] and group["weight_decay"]:
             decay = group["lr"] * group["weight_decay"]
-            torch._foreach_mul_(batch.params, 1 - (decay if scale is None else decay * (scale > 0)))
+            torch._foreach_mul_(batch.params, 1 - (decay if scale is None else decay * (scale > 0).to(batch.params[0].dtype)))
         if scale is None and not isinstance(factors[0], Tensor):
             torch._foreach_addcdiv_(batch.params, batch.momenta, denominators, [-factor for factor in factors])
             return
@@ -268,6 +300,8 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         torch._foreach_mul_(steps, factors)
         if scale is not None:
             torch._foreach_mul_(steps, scale)
+            for step in steps:
+                step.nan_to_num_(0.0, 0.0, 0.0)  # ∞ · 0
         torch._foreach_sub_(batch.params, steps)
 
     def average(self, group: dict[str, Any], batch: Batch, alive: Tensor | None) -> None:
@@ -290,31 +324,27 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         regions: dict[int, list[int]] = {}
         for i, (group, _) in enumerate(batches):
             if group["trust_radius"] is not None:
-                regions.setdefault(id(group) if self.trust_region == "group" else 0, []).append(i)
+                region = next(k for k, known in enumerate(self.param_groups) if known is group)
+                regions.setdefault(region if self.trust_region == "group" else 0, []).append(i)
         etas: list[Tensor | None] = [None] * len(batches)
-        self.eta = []
-        for members in regions.values():
+        self.eta = [None] * (max(regions) + 1 if regions else 0)
+        for region, members in regions.items():
             parts = []
             for i in members:
                 group, batch = batches[i]
                 parts.append(update.quadratic(batch, *moves[i], group["betas"][1], group["bias_correction"]))
             h = torch.stack([part.to(parts[0].device) for part in parts]).sum()
-            self.eta.append(update.trust(h, batches[members[0]][0]["trust_radius"]))
+            eta = self.eta[region] = update.trust(h, batches[members[0]][0]["trust_radius"])
+            self.scaled_steps[region] = (eta < 1).float() + self.scaled_steps.get(region, 0)
+            self.measured_steps[region] = 1 + self.measured_steps.get(region, 0)
             for i in members:
-                etas[i] = self.eta[-1]
-        self.count_scaled()
+                etas[i] = eta
         return etas
 
-    def count_scaled(self) -> None:
-        if self.eta:
-            scaled = torch.stack([eta.to(self.eta[0].device) < 1 for eta in self.eta]).float()
-            self.scaled_steps = scaled if self.scaled_steps is None else self.scaled_steps + scaled
-            self.measured_steps += 1
-
     @property
-    def scaled_share(self) -> Tensor | None:
-        """Per trust region, the share of steps so far that η < 1 made shorter; None without a trust region."""
-        return None if self.scaled_steps is None else self.scaled_steps / self.measured_steps
+    def scaled_share(self) -> dict[int, Tensor]:
+        """The share of steps that η < 1 made shorter, by trust region: 0 for the whole optimizer, else the group's number."""
+        return {region: scaled / self.measured_steps[region] for region, scaled in self.scaled_steps.items()}
 
     @property
     def nonfinite_steps(self) -> int:
@@ -354,13 +384,41 @@ def unscaled(optimizer: CurvatureOptimizer, scale: Tensor | None) -> Iterator[No
     earlier = [(p, getattr(p, "hess_diag", None), p.grad is None) for p in optimizer.parameters()]
     for p, _, _ in earlier:
         p.hess_diag = None
-    yield
+    try:
+        yield
+    except BaseException:
+        for p, before, _ in earlier:
+            p.hess_diag = before
+        raise
     for p, before, afresh in earlier:
         if p.hess_diag is not None:
             p.hess_diag /= scale.to(p.device)
         if before is not None and not afresh:
             p.hess_diag = before if p.hess_diag is None else before.add_(p.hess_diag)
     optimizer.curvature_is_unscaled = True
+
+
+def entry(state: dict[str, Any], name: str, p: Tensor) -> Tensor:
+    """A parameter's state, made where it is first needed: a counter, or an average that starts at zero."""
+    if name not in state:
+        state[name] = torch.zeros((), device=p.device) if name.endswith("step") else torch.zeros_like(p)
+    found: Tensor = state[name]
+    return found
+
+
+def check_group(group: dict[str, Any]) -> None:
+    """Refuse options that are out of range, and parameters that cannot hold curvature."""
+    lr, betas, radius = group["lr"], group["betas"], group["trust_radius"]
+    check_number("lr", lr, 0 <= lr < math.inf and (not isinstance(lr, Tensor) or lr.dim() == 0))
+    check_number("betas", betas, len(betas) == 2 and all(0 <= beta < 1 for beta in betas))
+    check_number("eps", group["eps"], group["eps"] >= 0)
+    check_number("weight_decay", group["weight_decay"], group["weight_decay"] >= 0)
+    check_number("trust_radius", radius, radius is None or radius > 0)
+    for p in group["params"]:
+        if p.is_complex():
+            raise ValueError("complex parameters have no Hessian diagonal; hold real and imaginary parts as two parameters")
+        if p.dtype == torch.float16:
+            raise ValueError("float16 parameters have no room for squared curvature; keep them in float32 and use autocast")
 
 
 def check_number(name: str, value: Any, is_valid: Any) -> None:

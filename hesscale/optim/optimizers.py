@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import estimators
-from ..engine import check_loss
+from ..engine import check_loss, own_pass
 from .base import CurvatureOptimizer
 
 
@@ -59,9 +59,11 @@ class Sampled(CurvatureOptimizer):
     def fill_curvature(self, loss: Tensor, *, retain_graph: bool = False, scale: Tensor | None = None, **options: Any) -> None:
         check_loss(loss)
         self.fill_curvature_alone(loss, scale=scale, **options)
-        loss.backward(retain_graph=retain_graph)
+        with own_pass():
+            loss.backward(retain_graph=retain_graph)
 
     def diagonals(self, loss: Tensor, params: list[Tensor], **options: Any) -> Sequence[Tensor | None]:
+        """An estimate; ``head`` and ``fallback`` are for the recursion and do nothing here."""
         return estimators.estimate(
             self.method,
             loss,

@@ -70,6 +70,8 @@ def quotient(batch: Batch, lr: Number, betas: tuple[float, float], eps: float) -
     scales = [c**0.5 for c in corrections(beta2, steps)]
     denominators = list(torch._foreach_sqrt(squares))
     torch._foreach_add_(denominators, [eps * scale + (scale == 0) for scale in scales])
+    if eps == 0:  # an entry that has seen nothing stays
+        denominators = [torch.where(d == 0, torch.inf, d) for d in denominators]
     firsts = corrections(beta1, batch.steps)
     return denominators, [lr * scale / (first + (first == 0)) for scale, first in zip(scales, firsts, strict=True)]
 
@@ -98,9 +100,10 @@ def quadratic(batch: Batch, denominators: list[Tensor], factors: Any, beta2: flo
     torch._foreach_mul_(weighted, factors)
     torch._foreach_mul_(weighted, weighted)
     torch._foreach_mul_(weighted, root(batch.curvature_squares, batch.curvature_steps, beta2, bias_correction))
-    return torch.stack([w.sum() for w in weighted]).sum()
+    dtype = torch.float32 if weighted[0].dtype == torch.bfloat16 else None
+    return torch.stack([w.nan_to_num_(0.0, math.inf).sum(dtype=dtype) for w in weighted]).sum()  # 0·∞: no curvature
 
 
 def trust(h: Tensor, radius: float) -> Tensor:
-    """η = min(1, √(2Δ/h)), 1 where h = 0."""
+    """η = min(1, √(2Δ/h)), 1 where h = 0 and 0 where it is infinite."""
     return (2 * radius / h).sqrt().clamp_max(1)

@@ -25,8 +25,12 @@ class Watch:
             raise ValueError(f"on_nonfinite={on_nonfinite!r} is not one of {', '.join(map(repr, CHOICES))}")
         self.on_nonfinite = on_nonfinite
         self.count: Tensor | None = None  # steps that were masked, where they happened
+        self.reported = 0
         self.curvature_seen = False
         self.on_its_way: tuple[Tensor, torch.cuda.Event] | None = None
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "on_its_way": None}
 
     def admit(self, tensors: Sequence[Tensor], found_inf: Tensor | None) -> Tensor | None:
         """None if all is finite, as far as the host can tell without waiting; else a 0-d tensor, 1 for go and 0 for leave."""
@@ -34,23 +38,24 @@ class Watch:
         finite = flags[0]
         for flag in flags[1:]:
             finite = finite & flag.to(finite.device)
-        alive = finite if found_inf is None else finite & (found_inf == 0).to(finite.device)
+        alive, bad = finite, ~finite
+        if found_inf is not None:  # a gradient scaler looks for these itself
+            overflow = (found_inf != 0).to(finite.device)
+            alive, bad = finite & ~overflow, ~finite & ~overflow
         if finite.device.type == "cpu" and bool(alive):
             return None
-        expected = False if found_inf is None else (found_inf != 0).to(finite.device)  # a gradient scaler looks for these itself
-        bad = ~finite & ~expected if isinstance(expected, Tensor) else ~finite
         self.count = bad.long() if self.count is None else self.count + bad
         if self.on_nonfinite == "raise":
-            self.send(bad)
+            self.send(self.count)
         return alive.to(torch.float32)
 
-    def send(self, bad: Tensor) -> None:
-        """Report a bad step: now on a CPU, else once the flag has travelled."""
-        if bad.device.type == "cpu":
-            complain(bool(bad), "")
+    def send(self, count: Tensor) -> None:
+        """Report bad steps: now on a CPU, else once their count has travelled."""
+        if count.device.type == "cpu":
+            self.complain(int(count), "")
         elif self.on_its_way is None:
             event = torch.cuda.Event()
-            host = bad.to("cpu", non_blocking=True)
+            host = count.to("cpu", non_blocking=True)
             event.record()
             self.on_its_way = host, event
 
@@ -58,7 +63,15 @@ class Watch:
         """Raise for an earlier step, if its flag has arrived."""
         if self.on_its_way is not None and self.on_its_way[1].query():
             host, self.on_its_way = self.on_its_way[0], None
-            complain(bool(host), "an earlier step: ")
+            self.complain(int(host), "an earlier step: ")
+
+    def complain(self, count: int, when: str) -> None:
+        new, self.reported = count > self.reported, count
+        if new:
+            raise NonFiniteError(
+                f"{when}a gradient or Hessian diagonal, or its square, is not finite; weights and averages were left as they "
+                "were. Lower the step size, set trust_radius, or pass on_nonfinite='skip' to leave such steps out"
+            )
 
     def look_for_curvature(self, curvatures: Sequence[Tensor]) -> None:
         """Warn once where the first curvature is zero everywhere, on a CPU, where looking costs nothing."""
@@ -75,12 +88,12 @@ class Watch:
 
 
 def is_finite(tensors: list[Tensor]) -> Tensor:
-    """By sums, which take one fast pass: what is not finite stays so, and only numbers near the end of the range overflow."""
+    """By sums of squares: V averages squares, so that what overflows there counts as infinite too."""
     dtype = torch.float32 if tensors[0].dtype in (torch.float16, torch.bfloat16) else None
-    if tensors[0].device.type == "cpu":
-        sums: Sequence[Tensor] = [tensor.sum(dtype=dtype) for tensor in tensors]
+    if tensors[0].device.type == "cpu" and dtype is None:
+        sums: Sequence[Tensor] = [torch.dot(flat, flat) for flat in [tensor.reshape(-1) for tensor in tensors]]
     else:
-        sums = torch._foreach_norm(tensors, 1, dtype=dtype)  # one kernel for all of them
+        sums = torch._foreach_norm(tensors, 2, dtype=dtype)  # one kernel for all of them
     return torch.stack(list(sums)).isfinite().all()
 
 
@@ -89,11 +102,3 @@ def by_device(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     for tensor in tensors:
         groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     return list(groups.values())
-
-
-def complain(bad: bool, when: str) -> None:
-    if bad:
-        raise NonFiniteError(
-            f"{when}a gradient or Hessian diagonal is not finite; weights and averages were left as they were. Lower the step "
-            "size, set trust_radius, or pass on_nonfinite='skip' to leave such steps out"
-        )
