@@ -79,6 +79,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             "foreach": foreach,
             "capturable": capturable,
         }
+        self.option_names = tuple(defaults)
         self.trust_region = trust_region
         self.curvature_every = curvature_every
         self.watch = Watch(on_nonfinite)
@@ -108,8 +109,9 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         """As torch's; options that the saved groups lack are this optimizer's, and step counters stay with their parameters."""
         super().load_state_dict(state_dict)
         for group in self.param_groups:
-            for name, value in {**self.defaults, "step_count": 0}.items():
-                group.setdefault(name, value)
+            for name in self.option_names:
+                group.setdefault(name, self.defaults[name])
+            group.setdefault("step_count", 0)
             for p in group["params"]:
                 state = self.state.get(p, {})
                 for name in {"step", "curvature_step"} & state.keys():
