@@ -39,7 +39,8 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             (on CUDA once the result is there, without stalling), ``"skip"`` only counts it in ``nonfinite_steps``.
         maximize: ascend.
         foreach: update all parameters in a few calls (the default), or one by one with False.
-        capturable: accepted for torch's sake; steps on CUDA always are.
+        capturable: allow the step in a CUDA graph. It is written for that anyway; a graph repeats what was captured, so with
+            ``curvature_every`` capture the two kinds of step apart, and read ``nonfinite_steps`` yourself: nothing is raised.
     """
 
     method: ClassVar[str]

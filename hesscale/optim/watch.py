@@ -44,7 +44,9 @@ class Watch:
             alive, bad = finite & ~overflow, ~finite & ~overflow
         if finite.device.type == "cpu" and bool(alive):
             return None
-        self.count = bad.long() if self.count is None else self.count + bad
+        if self.count is None:
+            self.count = torch.zeros((), dtype=torch.long, device=bad.device)
+        self.count += bad  # in place, so that a captured CUDA graph counts too
         if self.on_nonfinite == "raise":
             self.send(self.count)
         return alive.to(torch.float32)
@@ -53,7 +55,7 @@ class Watch:
         """Report bad steps: now on a CPU, else once their count has travelled."""
         if count.device.type == "cpu":
             self.complain(int(count), "")
-        elif self.on_its_way is None:
+        elif self.on_its_way is None and not is_capturing():
             event = torch.cuda.Event()
             host = count.to("cpu", non_blocking=True)
             event.record()
@@ -61,7 +63,7 @@ class Watch:
 
     def report(self) -> None:
         """Raise for an earlier step, if its flag has arrived."""
-        if self.on_its_way is not None and self.on_its_way[1].query():
+        if self.on_its_way is not None and not is_capturing() and self.on_its_way[1].query():
             host, self.on_its_way = self.on_its_way[0], None
             self.complain(int(host), "an earlier step: ")
 
@@ -85,6 +87,11 @@ class Watch:
                 CurvatureWarning,
                 stacklevel=4,
             )
+
+
+def is_capturing() -> bool:
+    """Whether a CUDA graph is being captured, which no host may look into; ``count`` goes on counting in it."""
+    return torch.cuda.is_current_stream_capturing()
 
 
 def is_finite(tensors: list[Tensor]) -> Tensor:
