@@ -145,8 +145,7 @@ def test_losses_whose_outputs_come_to_share_curvature_are_noticed():
     for _ in range(3):
         diagonal(0.0)
     with pytest.warns(hesscale.CurvatureWarning, match="share second derivatives"):
-        for _ in range(4):
-            diagonal(1.0)
+        [diagonal(1.0) for _ in range(4)]
     here = z.detach().cpu().requires_grad_()
     (truth,) = hesscale.grad((here**2).sum() + (here.softmax(1) * here.log_softmax(1)).sum(), here)[1]
     torch.testing.assert_close(diagonal(1.0).cpu(), truth)
