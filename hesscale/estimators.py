@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from . import heads
-from .engine import as_tensors, carrier, check_loss, fit, grad, own
+from .checks import as_tensors, check_loss, output_edges
+from .engine import grad
 from .errors import UnsupportedOperator
 from .graph import Step, custom_rule
 from .nodes import (
@@ -36,6 +37,7 @@ from .nodes import (
     pull,
     topological,
 )
+from .plan import carrier, fit, own
 from .rules import RULES, Rule
 from .rules.registry import dimension, saved
 
@@ -495,11 +497,7 @@ UNKNOWN = Rule(lambda *_: None, "unknown", "an operator without a rule")
 
 def find_head(request: Request) -> heads.Head:
     """Where the model ends: as :func:`hesscale.backward` finds it, though only the head's operators have to be known here."""
-    ends = None
-    if request.chosen_outputs is not None:
-        ends = {edge_of(tensor) for tensor in as_tensors(request.chosen_outputs, "outputs")}
-        if not ends <= {edge for node in request.order for edge in node.next_functions}:
-            raise ValueError("outputs holds a tensor that is not in the graph of the loss")
+    ends = output_edges(request.chosen_outputs, request.loss, request.order)
     head = heads.find([lenient_step(node) for node in request.order], ends, ())
     if not head.nodes:
         raise ValueError(

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from . import heads
-from .engine import as_tensors, check_choices, check_loss
+from .checks import check_choices, check_loss, output_edges
 from .errors import UnsupportedOperator
 from .graph import Step, step_of
 from .nodes import LEAF, Edge, edge_of, metadata, topological
@@ -85,8 +85,8 @@ def explain(
     """
     check_choices(method=method, head=head, fallback="error")
     check_loss(loss)
-    ends = None if outputs is None else {edge_of(tensor) for tensor in as_tensors(outputs, "outputs")}
     steps, reasons = lenient_steps(loss, method)
+    ends = output_edges(outputs, loss, [step.node for step in steps])
     found = heads.Head.empty() if method == "bl89" else heads.find(steps, ends, ())
     products: dict[Edge, int] = {}
     if head == "exact" and not reasons:

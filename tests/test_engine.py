@@ -15,7 +15,7 @@ from test_rules import build, compute
 from torch import nn
 
 import hesscale
-from hesscale.engine import Plan
+from hesscale.plan import Plan
 from hesscale.rules import RULES, brute_force
 
 METHODS = ["hesscale", "hesscale_gn", "bl89"]

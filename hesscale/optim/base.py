@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from .. import engine
+from ..checks import check_choices, check_loss
 from ..errors import NonFiniteError
 from ..nodes import edge_of, topological
+from ..plan import accumulate
 from . import update
 from .update import Batch
 from .watch import Watch
@@ -145,7 +147,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             scaler: scales the loss for the backward pass; the curvature comes out unscaled.
             outputs, retain_graph, head, fallback: as in :func:`hesscale.backward`.
         """
-        engine.check_choices(method="hesscale", head=head, fallback=fallback)
+        check_choices(method="hesscale", head=head, fallback=fallback)
         scaled = loss if scaler is None else scaler.scale(loss)
         if not self.is_curvature_due:
             scaled.backward(retain_graph=retain_graph)
@@ -155,7 +157,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
 
     def fill_curvature(self, loss: Tensor, *, retain_graph: bool = False, scale: Tensor | None = None, **options: Any) -> None:
         """``.grad`` of every leaf as ``loss.backward()`` fills it, and ``hess_diag`` of this optimizer's parameters."""
-        engine.check_loss(loss)
+        check_loss(loss)
         options = {"outputs": None, "head": "exact", "fallback": "error", **options}
         with unscaled(self, scale):
             engine.carry(lambda: loss.backward(retain_graph=retain_graph), loss, self.parameters(), method=self.method, **options)
@@ -169,7 +171,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         found = self.diagonals(loss, params, **options)
         with unscaled(self, scale):
             for p, diagonal in zip(params, found, strict=True):
-                engine.accumulate(p, diagonal, p.grad is None, owned=True)
+                accumulate(p, diagonal, p.grad is None, owned=True)
 
     def diagonals(self, loss: Tensor, params: list[Tensor], **options: Any) -> Sequence[Tensor | None]:
         """The Hessian diagonals that this optimizer averages."""

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from .. import estimators
-from ..engine import check_loss, own_pass
+from ..checks import check_loss
+from ..engine import own_pass
 from .base import CurvatureOptimizer
 
 
