@@ -88,6 +88,25 @@ def test_algorithm_3_and_scaled_adam(optimizer, squares, radius):
     assert float(opt.scaled_share[0]) == pytest.approx(sum(eta < 1 for eta in etas) / len(etas))
 
 
+@pytest.mark.parametrize("optimizer", [AdaHessian, GGNMC])
+def test_algorithm_2_with_sampled_curvature(optimizer):
+    """The same draws, averaged as the pseudocode averages."""
+    model, written = make_model(), make_model()
+    train(model, optimizer(model.parameters(), lr=0.01, num_samples=2, generator=torch.Generator().manual_seed(5)))
+    generator, params = torch.Generator().manual_seed(5), list(written.parameters())
+    M, V = ([torch.zeros_like(p) for p in params] for _ in range(2))
+    for t, (x, y) in enumerate(batches(20), start=1):
+        loss = F.cross_entropy(written(x), y)
+        S = hesscale.estimators.estimate(optimizer.method, loss, params, num_samples=2, generator=generator, retain_graph=True)
+        gradients = torch.autograd.grad(loss, params)
+        with torch.no_grad():
+            for l, p in enumerate(params):
+                M[l] = 0.9 * M[l] + 0.1 * gradients[l]
+                V[l] = 0.999 * V[l] + 0.001 * S[l] ** 2
+                p -= 0.01 * M[l] / (1 - 0.9**t) / ((V[l] / (1 - 0.999**t)).sqrt() + 1e-8)
+    assert_same(model, [p.detach() for p in params], rtol=1e-7, atol=1e-9)
+
+
 def test_adam_is_torchs_adam():
     model, other = make_model(), make_model()
     train(model, Adam(model.parameters(), lr=0.01, weight_decay=0.1))
