@@ -45,7 +45,7 @@ class TensorVerdict:
 
     def tell(self, agreed: Tensor, block: tuple[int, ...], guesses: list[tuple[int, ...]]) -> None:
         """Send the outcome of a check to the host, with the block to go on to if it failed."""
-        if self.news is None:
+        if self.news is None and not torch.cuda.is_current_stream_capturing():
             event = torch.cuda.Event()
             host = agreed.to("cpu", non_blocking=True)
             event.record()
@@ -53,7 +53,7 @@ class TensorVerdict:
 
     def hear(self) -> None:
         """Take in the outcome of an earlier check, if it has arrived."""
-        if self.news is not None and self.news[1].query():
+        if self.news is not None and not torch.cuda.is_current_stream_capturing() and self.news[1].query():
             (agreed, _, following), self.news = self.news, None
             if not bool(agreed):
                 self.block = following

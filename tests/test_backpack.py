@@ -8,6 +8,8 @@ from torch import nn
 
 import hesscale
 
+pytestmark = pytest.mark.usefixtures("double_precision")
+
 backpack = pytest.importorskip("backpack", reason="BackPACK is not installed")
 
 ACTIVATIONS = {"tanh": nn.Tanh, "sigmoid": nn.Sigmoid, "relu": nn.ReLU}
@@ -17,14 +19,6 @@ LOSSES = {
     "summed": (lambda: nn.CrossEntropyLoss(reduction="sum"), lambda n, c: torch.randint(c, (n,))),
 }
 QUANTITIES = {"hesscale": "diag_h", "hesscale_gn": "diag_ggn_exact"}
-
-
-@pytest.fixture(autouse=True)
-def double_precision():
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def theirs(model, loss_function, x, y, quantity):

@@ -18,15 +18,9 @@ import hesscale
 from hesscale.plan import Plan
 from hesscale.rules import RULES, brute_force
 
+pytestmark = pytest.mark.usefixtures("double_precision")
+
 METHODS = ["hesscale", "hesscale_gn", "bl89"]
-
-
-@pytest.fixture(autouse=True)
-def double_precision():
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 @pytest.fixture

@@ -18,13 +18,7 @@ import hesscale
 from hesscale import estimators
 from hesscale.estimators import ESTIMATORS, estimate, names
 
-
-@pytest.fixture(autouse=True)
-def double_precision():
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double_precision")
 
 
 # ---------------------------------------------------------------------------------------------------------------------- problems

@@ -14,6 +14,8 @@ from torch.distributions import Categorical, Normal
 
 import hesscale
 
+pytestmark = pytest.mark.usefixtures("double_precision")
+
 
 def sigmoid(a: float) -> float:
     return 1 / (1 + math.exp(-a))
@@ -99,14 +101,6 @@ def algorithm_1(layers, x, target, activation, last_layer, gauss_newton=False):
         second_W = [[second[i] * h_j**2 for h_j in h[l]] for i in range(len(a[l]))]
         results.insert(0, (torch.tensor(gradient_W), torch.tensor(second_W)))
     return results
-
-
-@pytest.fixture(autouse=True)
-def double_precision():
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def forward(layers, x, activation):
