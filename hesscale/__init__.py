@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from . import estimators, losses, optim, rules
+from . import estimators, func, losses, optim, rules
 from .capture import capture
+from .compiled import compile_step
 from .engine import backward, grad
-from .errors import CurvatureWarning, NonFiniteError, UnsupportedOperator
+from .errors import CompileWarning, CurvatureWarning, NonFiniteError, UnsupportedOperator
 from .explain import explain, operators
 from .optim import BL89, GGNMC, AdaHesScale, AdaHesScaleGN, AdaHessian, Adam
 from .rules import register_rule
@@ -17,13 +18,16 @@ __all__ = [
     "AdaHesScaleGN",
     "AdaHessian",
     "Adam",
+    "CompileWarning",
     "CurvatureWarning",
     "NonFiniteError",
     "UnsupportedOperator",
     "backward",
     "capture",
+    "compile_step",
     "estimators",
     "explain",
+    "func",
     "grad",
     "losses",
     "operators",

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from torch.utils.checkpoint import _Holder
@@ -32,17 +30,25 @@ def write(holder: Any, handles: dict[Any, Any]) -> None:
     holder.__dict__["handles"] = Kept(handles)
 
 
-@contextmanager
-def saved_tensors_stay() -> Iterator[None]:
+handles = property(read, write)
+
+
+class SavedTensorsStay:
     """Let tensors that torch.utils.checkpoint (not its reentrant variant) recomputes be read more than once in a pass."""
-    global _passes
-    with _lock:
-        _passes += 1
-        setattr(_Holder, "handles", property(read, write))  # noqa: B010
-    try:
-        yield
-    finally:
+
+    def __enter__(self) -> None:
+        global _passes
+        with _lock:
+            _passes += 1
+            if _passes == 1:
+                _Holder.handles = handles  # type: ignore[assignment]
+
+    def __exit__(self, *_: object) -> None:
+        global _passes
         with _lock:
             _passes -= 1
             if not _passes:
-                delattr(_Holder, "handles")
+                del _Holder.handles  # type: ignore[misc]
+
+
+saved_tensors_stay = SavedTensorsStay()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from .nodes import Edge, Node, edge_of
@@ -11,12 +13,21 @@ from .nodes import Edge, Node, edge_of
 METHODS = ("hesscale", "hesscale_gn", "bl89")
 HEADS = ("exact", "rules")
 FALLBACKS = ("error", "exact")
+CURVATURE_DTYPES = (None, torch.bfloat16, torch.float32, torch.float64)  # float16 has no room for squares
 
 
-def check_choices(*, method: str, head: str, fallback: str) -> None:
-    for name, value, allowed in (("method", method, METHODS), ("head", head, HEADS), ("fallback", fallback, FALLBACKS)):
-        if value not in allowed:
-            raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}")
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "method": METHODS,
+    "head": HEADS,
+    "fallback": FALLBACKS,
+    "curvature_dtype": CURVATURE_DTYPES,
+}
+
+
+def check_choices(**options: Any) -> None:
+    for name, value in options.items():
+        if value not in CHOICES[name]:
+            raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, CHOICES[name]))}")
 
 
 def check_loss(loss: Tensor) -> None:

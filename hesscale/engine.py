@@ -8,14 +8,13 @@ At a leaf the sum of the shares is the parameter's ``hess_diag``.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .checks import as_tensors, check_choices, check_loss
+from .checks import as_tensors, check_loss
 from .plan import Plan, accumulate, own
 
 
@@ -28,6 +27,7 @@ def backward(
     retain_graph: bool = False,
     head: str = "exact",
     fallback: str = "error",
+    curvature_dtype: torch.dtype | None = None,
 ) -> None:
     """Fill ``p.grad`` and ``p.hess_diag`` of every leaf: ``loss.backward()`` that also brings the Hessian diagonal.
 
@@ -44,6 +44,8 @@ def backward(
         retain_graph: keep the graph for another pass.
         head: ``"exact"`` uses double backward between loss and outputs where the rules are not exact there; ``"rules"`` never.
         fallback: what to do at an operator without a rule: ``"error"``, or ``"exact"`` to differentiate it twice by brute force.
+        curvature_dtype: compute the curvature's matrix products and convolutions in this dtype, ``torch.bfloat16`` for speed;
+            gradients are never touched.
 
     Raises:
         UnsupportedOperator: before anything has changed.
@@ -57,34 +59,33 @@ def backward(
     """
     check_loss(loss)
     wanted = None if inputs is None else as_tensors(inputs, "inputs")
-    options = {"method": method, "outputs": outputs, "head": head, "fallback": fallback}
+    options = {"method": method, "outputs": outputs, "head": head, "fallback": fallback, "curvature_dtype": curvature_dtype}
     carry(lambda: torch.autograd.backward(loss, inputs=wanted, retain_graph=retain_graph), loss, wanted, **options)
 
 
 def carry(run_backward: Callable[[], None], loss: Tensor, tensors: Sequence[Tensor] | None, **options: Any) -> None:
     """Fill ``hess_diag`` of these tensors, or of every leaf, during a backward pass of the loss that fills ``.grad``."""
-    check_choices(method=options["method"], head=options["head"], fallback=options["fallback"])
     plan = Plan(loss, wanted=tensors, fills_leaves=True, **options)
-    fresh = {edge: not (t.is_leaf or t.retains_grad) or t.grad is None for edge, t in plan.wanted.items()}
-    with plan.hooks(), own_pass():
-        run_backward()
+    fresh = {spot: not (t.is_leaf or t.retains_grad) or t.grad is None for spot, t in plan.wanted.items()}
+    with own_pass():
+        plan.carry(run_backward)
     plan.fill_the_flat()
-    for edge, tensor in plan.wanted.items():
-        if edge[0] in plan.reached and tensor.grad is not None:
-            accumulate(tensor, plan.diagonals.get(edge), fresh[edge], edge in plan.owned)
+    for spot, tensor in plan.wanted.items():
+        if tensor.grad is not None:
+            accumulate(tensor, plan.diagonals.get(spot), fresh[spot], spot in plan.owned)
 
 
 _thread = threading.local()
 
 
-@contextmanager
-def own_pass() -> Iterator[None]:
+class own_pass:
     """Marks a backward pass that fills curvature itself, for :func:`hesscale.capture` to leave alone."""
-    before, _thread.busy = is_own_pass(), True
-    try:
-        yield
-    finally:
-        _thread.busy = before
+
+    def __enter__(self) -> None:
+        self.before, _thread.busy = is_own_pass(), True
+
+    def __exit__(self, *_: object) -> None:
+        _thread.busy = self.before
 
 
 def is_own_pass() -> bool:
@@ -100,6 +101,7 @@ def grad(
     retain_graph: bool = False,
     head: str = "exact",
     fallback: str = "error",
+    curvature_dtype: torch.dtype | None = None,
     allow_unused: bool = False,
 ) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
     """``(gradients, Hessian diagonals)`` of the loss at ``tensors``, touching no ``.grad``.
@@ -114,11 +116,11 @@ def grad(
         >>> hesscale.grad((h ** 2).sum(), [h, x])[1]
         (tensor([2., 2.]), tensor([12., 48.]))
     """
-    check_choices(method=method, head=head, fallback=fallback)
     check_loss(loss)
     wanted = as_tensors(tensors, "tensors")
-    plan = Plan(loss, method=method, outputs=outputs, wanted=wanted, head=head, fallback=fallback)
-    with plan.hooks():
-        gradients = torch.autograd.grad(loss, wanted, retain_graph=retain_graph, allow_unused=allow_unused)
-    found = {id(tensor): plan.diagonals.get(edge) for edge, tensor in plan.wanted.items()}
+    plan = Plan(
+        loss, method=method, outputs=outputs, wanted=wanted, head=head, fallback=fallback, curvature_dtype=curvature_dtype
+    )
+    gradients = plan.carry(lambda: torch.autograd.grad(loss, wanted, retain_graph=retain_graph, allow_unused=allow_unused))
+    found = {id(tensor): plan.diagonals.get(spot) for spot, tensor in plan.wanted.items()}
     return gradients, tuple([None if g is None else own(found[id(t)], t) for g, t in zip(gradients, wanted, strict=True)])

@@ -16,3 +16,7 @@ class CurvatureWarning(UserWarning):
 
 class NonFiniteError(FloatingPointError):
     """A gradient or Hessian diagonal is not finite; the optimizer's step was left out."""
+
+
+class CompileWarning(UserWarning):
+    """A step of :func:`hesscale.compile_step` is right, but runs slower than it might."""

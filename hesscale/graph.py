@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from .errors import UnsupportedOperator
@@ -38,10 +39,7 @@ def step_of(node: Node, special: dict[str, Rule], fallback: str) -> Step:
     name = node.name()
     edges = node.next_functions
     if name == LEAF and not is_foreign(node._input_metadata[0]):
-        if node.variable.numel() and not node.variable.untyped_storage().nbytes():
-            raise UnsupportedOperator(
-                "a parameter holds no data now, as under FSDP after the forward pass; FSDP is not supported"
-            )
+        check_data(node.variable)
         return Step(node, None, edges, False)
     rule = special.get(name) or RULES.get(name) or custom_rule(node)
     repeated = len(edges) > 1 and is_repeated(edges)
@@ -85,6 +83,16 @@ WAY_OUT = (
 def is_foreign(meta: Any) -> bool:
     """Whether a tensor is of a kind that rules know nothing about."""
     return bool(meta.dtype.is_complex or meta.is_nested_tensor)
+
+
+def carrier(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that carries curvature: float16 has no room for squares, so float32 stands in for it."""
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
+def check_data(leaf: Tensor) -> None:
+    if not leaf.untyped_storage().nbytes() and leaf.numel():
+        raise UnsupportedOperator("a parameter holds no data now, as under FSDP after the forward pass; FSDP is not supported")
 
 
 def is_repeated(edges: Sequence[Edge]) -> bool:

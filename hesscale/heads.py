@@ -31,6 +31,10 @@ MOST_VERDICTS = 1000
 Use = tuple[Node, int]  # a tensor as one input of one node
 
 
+class Unsettled(RuntimeError):
+    """A trace needs to know which dimensions of an output are samples, which a pass with real numbers finds out."""
+
+
 def warn(message: str) -> None:
     warnings.warn(message, CurvatureWarning, stacklevel=2)
 
@@ -40,6 +44,7 @@ class TensorVerdict:
     """What is remembered of a doubtful tensor from step to step."""
 
     block: tuple[int, ...] | None = None  # the dimensions whose entries share second derivatives; the rest are samples
+    is_out_of_reach: bool = False  # the rules' value stands there
     vectors: tuple[Tensor, Tensor] | None = None  # kept where they are needed: bringing them to a GPU makes it wait
     news: tuple[Tensor, torch.cuda.Event, tuple[int, ...] | None] | None = None  # a check under way to the host
 
@@ -81,7 +86,7 @@ class Head:
     def empty() -> Head:
         return Head(frozenset(), [], frozenset(), {})
 
-    def settled(self, exact: dict[Edge, Exact], wanted: frozenset[Edge]) -> set[Node]:
+    def settled(self, exact: Collection[Edge], wanted: Collection[Edge]) -> set[Node]:
         """Head nodes whose shares would all be thrown away, since what they lead to is known already."""
         if not exact:
             return set()
@@ -239,17 +244,25 @@ def hessian_diagonal(gradient: Tensor | None, edge: Edge, stops: set[Node], memo
 
     Which dimensions are samples is tried out, cheapest guess first, and verified: products with one random vector must predict
     the product with another, at every call. What was found is remembered (unless all was zero); on a GPU, where a look at the
-    result would stall, a later call looks, and warns if the dimensions had become too few.
+    result would stall, a later call looks, and warns if the dimensions had become too few. A traced graph cannot look either:
+    its diagonal is then NaN.
     """
     meta = metadata(edge)
     if gradient is None or not gradient.requires_grad:
         return Exact(torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device), 0)
+    is_traced = torch.compiler.is_compiling()
+    if is_traced and memory.is_out_of_reach:
+        return None
+    if is_traced and memory.block is None:
+        raise Unsettled("the structure of the loss at the model's outputs is found out by a pass in eager mode")
     if memory.block is None and is_once_differentiable(gradient):
+        memory.is_out_of_reach = True
         warn(CANNOT)
         return None
     shape = gradient.shape
-    memory.hear()
-    at_once = gradient.device.type == "cpu" or memory.block is None  # else a look at the result would stall
+    if not is_traced:
+        memory.hear()
+    at_once = not is_traced and (gradient.device.type == "cpu" or memory.block is None)  # else a look at the result would stall
 
     def products(rows: Tensor) -> Tensor:
         return hessian_vector_products(gradient, edge, stops, rows)
@@ -265,13 +278,16 @@ def hessian_diagonal(gradient: Tensor | None, edge: Edge, stops: set[Node], memo
         if len(block) < len(shape):
             (product,) = products(unpermute(other, shape, order).unsqueeze(0))
             agreed = agree(permute(product, order, count), predicted, magnitude)
-            if not at_once:
+            if is_traced:
+                diagonal = torch.where(agreed, diagonal, torch.nan)
+            elif not at_once:
                 memory.tell(agreed, block, guesses)
             elif not agreed:
                 continue
-            elif bool(product.any()):
-                memory.block = block
+        if at_once and bool(predicted.any()):
+            memory.block = block
         return Exact(unpermute(diagonal, shape, order).detach(), count)
+    memory.is_out_of_reach = True
     warn(
         f"the exact diagonal of a loss at a tensor of shape {tuple(shape)} would take more than {MOST_PRODUCTS} Hessian-vector "
         "products; the rules' value stands there. Pass head='rules' to silence this, or outputs= to move the end of the head"
@@ -317,14 +333,15 @@ def block_guesses(rank: int) -> list[tuple[int, ...]]:
 
 
 def random_vectors(like: Tensor, count: int, memory: TensorVerdict) -> tuple[Tensor, Tensor]:
-    """Two random tensors of shape (block, samples) with entries in ±[½, 3⁄2], the same at every call."""
-    known = memory.vectors
+    """Two tensors of shape (block, samples) with irregular entries in ±[½, 3⁄2], the same at every call."""
+    known = None if torch.compiler.is_compiling() else memory.vectors
     if known is None or known[0].shape[0] != count or (known[0].dtype, known[0].device) != (like.dtype, like.device):
-        generator = torch.Generator("cpu").manual_seed(0)
-        z = torch.rand(2, count, like.numel() // max(count, 1), generator=generator, dtype=torch.float64, device="cpu") + 0.5
-        z *= torch.randint(0, 2, z.shape, generator=generator, device="cpu") * 2 - 1
-        first, second = z.to(dtype=like.dtype, device=like.device)
-        memory.vectors = known = first, second
+        places = torch.arange(1, 2 * like.numel() + 1, dtype=torch.float32, device=like.device).view(2, count, like.numel() // max(count, 1))
+        noise = places.sin() * 4e4
+        first, second = (noise.frac() + noise.sign() / 2).to(like.dtype)
+        known = first, second
+        if not torch.compiler.is_compiling():
+            memory.vectors = known
     return known
 
 

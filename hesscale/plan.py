@@ -1,25 +1,29 @@
-"""How curvature rides along a backward pass: what is decided before it starts, and what the hooks do while it runs."""
+"""How curvature rides along a backward pass: what the hooks do while it runs."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from . import heads
+from .blueprint import Instruction, Reading, Spot, blueprint_of, read, renamed_head
 from .checkpointing import saved_tensors_stay
 from .checks import output_edges
-from .graph import Step, steps_of
-from .nodes import Edge, Node, edge_of, leading_to, leaf_nodes, metadata, topological
-from .rules.registry import Shares
+from .graph import carrier as carrier
+from .graph import check_data
+from .nodes import Node, edge_of
+from .rules.registry import RuleFunction, Shares
+
+Result = TypeVar("Result")
+current_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
 class Plan:
-    """Everything decided before backward starts: which rule serves which node, where the head is, what is already exact."""
+    """One backward pass: a blueprint with this graph's nodes, and the diagonals that are on their way."""
 
     def __init__(
         self,
@@ -30,181 +34,174 @@ class Plan:
         wanted: Sequence[Tensor] | None,
         head: str,
         fallback: str,
+        curvature_dtype: torch.dtype | None = None,
         fills_leaves: bool = False,
     ) -> None:
-        root = edge_of(loss)[0]
-        order = topological(root)
-        self.reached = frozenset(order)
-        leaves = leaf_nodes(order)
-        if fills_leaves and wanted is not None and is_all(leaves, wanted):
+        reading = read(edge_of(loss)[0], method)
+        if fills_leaves and wanted is not None and is_all(reading.leaves, wanted):
             wanted = None
-        self.wanted = {(leaves[id(t)], 0) if t.is_leaf and id(t) in leaves else edge_of(t): t for t in wanted or ()}
-        self.kept = frozenset(self.wanted)
-        ends = output_edges(outputs, loss, order)
-        self.steps = steps_of(order if wanted is None else leading_to(order, self.wanted), method=method, fallback=fallback)
-        self.gauss_newton = method == "hesscale_gn"
-        self.head = heads.Head.empty()
-        if method != "bl89" and (head == "exact" or self.gauss_newton):
-            self.head = heads.find(self.steps, ends, self.kept)
+        ends = output_edges(outputs, loss, reading.nodes)
+        self.wanted = {} if wanted is None else spots_of(wanted, reading)
+        self.blueprint = blueprint_of(
+            reading,
+            None if ends is None else frozenset([(reading.places[node], i) for node, i in ends]),
+            None if wanted is None else frozenset(self.wanted),
+            (method, head, fallback, curvature_dtype),
+        )
+        self.kept = self.blueprint.kept
+        self.nodes = reading.nodes
         self.loss = loss
+        self.product_dtype = curvature_dtype
         self.double_backward = head == "exact" and method != "bl89"
         self.task: int | None = None
-        self.diagonals: dict[Edge, Tensor] = {}
-        self.owned: set[Edge] = set()  # where the diagonal's memory is ours alone
-        self.exact: dict[Edge, heads.Exact] = {}
-        self.riders: dict[Node, Step] = {}
-        self.root = root
-        self.leaves = {step.node: Before.of(step.node.variable) for step in self.steps if step.rule is None}
+        self.diagonals: dict[Spot, Tensor] = {}
+        self.owned: set[Spot] = set()  # where the diagonal's memory is ours alone
+        self.leaves: dict[int, tuple[Tensor, Tensor | None, int]] = {}  # each with its gradient and that one's version
+        for place in self.blueprint.leaves:
+            leaf = self.nodes[place].variable
+            check_data(leaf)
+            gradient = leaf.grad
+            self.leaves[place] = leaf, gradient, 0 if gradient is None else gradient._version
 
-    @contextmanager
-    def hooks(self) -> Iterator[None]:
-        """Carry curvature through whatever backward pass runs inside the block."""
-        if self.double_backward:
-            self.exact = heads.exact_diagonals(self.loss, self.head)
-        self.diagonals.update((edge, fit(exact.diagonal, metadata(edge))) for edge, exact in self.exact.items())
-        settled = self.head.settled(self.exact, self.kept)
-        self.riders = self.find_riders()
-        quiet = without_autocast if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda") else lambda visit: visit
+    def carry(self, run_backward: Callable[[], Result]) -> Result:
+        """Carry curvature through a backward pass."""
+        schedule = self.blueprint.schedule(self.find_exact())
+        quiet = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
         handles = []
         try:
-            handles.append(self.root.register_prehook(self.begin))
-            for step in self.steps:
-                if step.node not in settled and step.node not in self.riders:
-                    handles.append(step.node.register_prehook(quiet(self.hook(step))))
-            with saved_tensors_stay():
-                yield
+            handles.append(self.nodes[0].register_prehook(self.begin))
+            for instruction in schedule:
+                visit = partial(self.visit, instruction)
+                handles.append(self.nodes[instruction.place].register_prehook(without_autocast(visit) if quiet else visit))
+            with saved_tensors_stay:
+                return run_backward()
         finally:
             for handle in handles:
                 handle.remove()
 
+    def find_exact(self) -> frozenset[Spot]:
+        """Fill in the diagonals at the head's doubtful tensors, as far as double backward gives them."""
+        blueprint = self.blueprint
+        if not self.double_backward or not blueprint.head.doubtful:
+            return frozenset()
+        spots = {(self.nodes[place], i): (place, i) for place, i in blueprint.head.doubtful}
+        found = heads.exact_diagonals(self.loss, renamed_head(blueprint.head, self.nodes))
+        self.diagonals = {spots[edge]: fit(exact.diagonal, blueprint.targets[spots[edge]]) for edge, exact in found.items()}
+        return frozenset(self.diagonals)
+
     def begin(self, gradients: Sequence[Tensor | None]) -> None:
         """The pass has reached the loss: all calls that belong to it come from this graph task."""
         if self.task is None:
-            self.task = torch._C._current_graph_task_id()
+            self.task = current_task()
 
-    def find_riders(self) -> dict[Node, Step]:
-        """Nodes that need no hook: one consumer gives them all their curvature, and they need no gradient to pass it on."""
-        consumers = Counter([child for step in self.steps for child, _ in step.edges])
-        busy = {node for node, _ in self.kept} | {node for node, _ in self.exact}
-        return {
-            step.node: step
-            for step in self.steps
-            if consumers[step.node] < 2 and step.node not in busy and not self.waits_for_gradient(step)
-        }
-
-    def waits_for_gradient(self, step: Step) -> bool:
-        node, rule, _, repeated = step
-        if rule is None:
-            return bool(node.variable._post_accumulate_grad_hooks)  # these may clear the gradient that says whether there was one
-        return rule.many or (rule.uses_gradient(repeated) and (not self.gauss_newton or node in self.head.nodes))
-
-    def hook(self, step: Step) -> Callable[[Sequence[Tensor | None]], None]:
+    def visit(self, instruction: Instruction, gradients: Sequence[Tensor | None]) -> None:
         """What happens when PyTorch's engine reaches this node with the gradients at its outputs."""
-        node, rule, _, repeated = step
-        keeps_gradient = node in self.head.nodes or not self.gauss_newton
-        if rule is None:
-
-            def visit(gradients: Sequence[Tensor | None]) -> None:
-                if gradients[0] is not None and not self.is_foreign():
-                    self.arrive(node, self.diagonals.pop((node, 0), None), (node, 0) in self.owned)
-
-        elif rule.many:
-            tensors = [(node, i) for i in range(len(node._input_metadata))]
-
-            def visit(gradients: Sequence[Tensor | None]) -> None:
-                if self.is_foreign():
-                    return
-                s = tuple([self.take(tensor) for tensor in tensors])
-                g = tuple([carried(t) if keeps_gradient else None for t in gradients])
-                if not is_zero(s) or (rule.uses_gradient(repeated) and not is_zero(g)):
-                    self.give(step, step.function(node, g, s), None, False)
-
+        if self.task != current_task():  # another pass: one that a rule runs, or another thread's that shares a node
+            return
+        place, function, spots, _, many, _, bends, keeps_gradient = instruction
+        spot = spots[0]
+        if function is None:
+            if gradients[0] is not None:
+                self.arrive(place, self.diagonals.pop(spot, None), spot in self.owned)
+        elif many:
+            many_s = tuple([self.take(spot) for spot in spots])
+            many_g = tuple([carried(g) if keeps_gradient else None for g in gradients])
+            if not is_zero(many_s) or (bends and not is_zero(many_g)):
+                self.give(instruction, many_g, many_s, False)
         else:
-            bends = rule.uses_gradient(repeated)
+            s = self.take(spot)
+            g = carried(gradients[0]) if keeps_gradient else None
+            if s is not None or (bends and g is not None):
+                self.give(instruction, g, s, spot in self.owned)
 
-            def visit(gradients: Sequence[Tensor | None]) -> None:
-                if self.is_foreign():
-                    return
-                s = self.take((node, 0))
-                g = carried(gradients[0]) if keeps_gradient else None
-                if s is not None or (bends and g is not None):
-                    self.give(step, step.function(node, g, s), s, s is not None and (node, 0) in self.owned)
-
-        return visit
-
-    def is_foreign(self) -> bool:
-        """Whether this call comes from another backward pass: one that a rule runs, or another thread's that shares a node."""
-        return self.task != torch._C._current_graph_task_id()
-
-    def take(self, edge: Edge) -> Tensor | None:
+    def take(self, spot: Spot) -> Tensor | None:
         """The diagonal at a tensor, all of whose consumers have been visited."""
-        if edge in self.kept:
-            self.owned.discard(edge)
-            return self.diagonals.get(edge)
-        return self.diagonals.pop(edge, None)
+        if spot in self.kept:
+            self.owned.discard(spot)
+            return self.diagonals.get(spot)
+        return self.diagonals.pop(spot, None)
 
-    def give(self, step: Step, shares: Shares, s: Tensor | None, owned: bool) -> None:
+    def give(self, instruction: Instruction, g: Any, s: Any, owned: bool) -> None:
         """Hand each input of a node its share, and what rides along further down; ``owned``: nothing else refers to s."""
-        pending = [(step, shares, s, owned)]
+        pending = [(instruction, g, s, owned)]
         while pending:
-            (node, rule, edges, _), shares, s, owned = pending.pop()
-            assert rule is not None
-            in_head = node in self.head.nodes
-            for edge, share in zip(edges, (shares,) if isinstance(shares, Tensor) or shares is None else shares, strict=True):
-                if share is None or edge[0] is None or (in_head and edge in self.exact):
+            instruction, g, s, owned = pending.pop()
+            place, function, _, targets, _, is_contraction, _, _ = instruction
+            assert function is not None
+            if is_contraction and self.product_dtype is not None:
+                shares = rounded(function, self.nodes[place], g, s, self.product_dtype)
+            else:
+                shares = function(self.nodes[place], g, s)
+            for target, share in zip(targets, shares if isinstance(shares, (list, tuple)) else (shares,), strict=True):
+                if share is None or target is None:
                     continue
-                fitted = fit(share, metadata(edge))
+                spot, shape, dtype, device, rider = target
+                fitted = share
+                if share.shape != shape or share.dtype != dtype or share.device != device:
+                    fitted = fit(share, target)
                 # a share may alias s; a product's are its own, and so is what had to be fitted
-                ours = fitted is not share or (owned and len(edges) == 1) or (rule.contraction and share is not s)
-                rider = self.riders.get(edge[0])
+                ours = fitted is not share or (is_contraction and share is not s) or (owned and len(targets) == 1)
                 if rider is None:
-                    self.add(edge, fitted, ours)
-                elif rider.rule is None:
-                    self.arrive(edge[0], fitted, ours)
+                    self.add(spot, fitted, ours)
+                elif rider.function is None:
+                    self.arrive(rider.place, fitted, ours)
                 else:
-                    pending.append((rider, rider.function(rider.node, None, fitted), fitted, ours))
+                    pending.append((rider, None, fitted, ours))
 
-    def add(self, edge: Edge, share: Tensor, owned: bool) -> None:
+    def add(self, spot: Spot, share: Tensor, owned: bool) -> None:
         """Add a share to the diagonal at a tensor, in place only in memory that nothing else refers to."""
-        present = self.diagonals.get(edge)
+        present = self.diagonals.get(spot)
         if present is None:
-            self.diagonals[edge] = share
+            self.diagonals[spot] = share
             if owned:
-                self.owned.add(edge)
-        elif edge in self.owned and present.is_contiguous():
+                self.owned.add(spot)
+        elif spot in self.owned and present.is_contiguous():
             present.add_(share)
         else:
-            self.diagonals[edge] = present + share
-            self.owned.add(edge)
+            self.diagonals[spot] = present + share
+            self.owned.add(spot)
 
-    def arrive(self, leaf: Node, diagonal: Tensor | None, owned: bool) -> None:
+    def arrive(self, place: int, diagonal: Tensor | None, owned: bool) -> None:
         """Fill a parameter's hess_diag."""
-        accumulate(leaf.variable, diagonal, self.leaves.pop(leaf).gradient is None, owned)
+        leaf, gradient, _ = self.leaves.pop(place)
+        accumulate(leaf, diagonal, gradient is None, owned)
 
     def fill_the_flat(self) -> None:
         """Zeros for leaves that received a gradient, but no curvature."""
-        for leaf, before in list(self.leaves.items()):
-            if before.has_changed(leaf.variable):
-                self.arrive(leaf, None, False)
+        for place, before in list(self.leaves.items()):
+            if has_changed(*before):
+                self.arrive(place, None, False)
 
 
-def is_all(leaves: dict[int, Node], wanted: Sequence[Tensor]) -> bool:
+def has_changed(leaf: Tensor, gradient: Tensor | None, version: int) -> bool:
+    return leaf.grad is not gradient or (gradient is not None and gradient._version != version)
+
+
+def is_all(leaves: dict[int, int], wanted: Sequence[Tensor]) -> bool:
     """Whether the wanted tensors are leaves, and every leaf of the graph is among them."""
-    return all(tensor.is_leaf for tensor in wanted) and leaves.keys() <= {id(tensor) for tensor in wanted}
+    return leaves.keys() <= {id(tensor) for tensor in wanted} and all(tensor.is_leaf for tensor in wanted)
 
 
-class Before(NamedTuple):
-    """A leaf's gradient as it was before the pass."""
+def spots_of(tensors: Sequence[Tensor], reading: Reading) -> dict[Spot, Tensor]:
+    """Where these tensors are in the graph, as far as they are."""
+    spots = {}
+    for tensor in tensors:
+        if tensor.is_leaf and id(tensor) in reading.leaves:
+            spots[reading.leaves[id(tensor)], 0] = tensor
+        else:
+            node, index = edge_of(tensor)
+            if node in reading.places:
+                spots[reading.places[node], index] = tensor
+    return spots
 
-    gradient: Tensor | None
-    version: int
 
-    @staticmethod
-    def of(leaf: Tensor) -> Before:
-        return Before(leaf.grad, 0 if leaf.grad is None else leaf.grad._version)
-
-    def has_changed(self, leaf: Tensor) -> bool:
-        return leaf.grad is not self.gradient or (leaf.grad is not None and leaf.grad._version != self.version)
+def rounded(function: RuleFunction, node: Node, g: Any, s: Any, dtype: torch.dtype) -> Shares:
+    """A product's shares, computed in the dtype of the s that it is given; a bias gets s itself."""
+    if not isinstance(s, Tensor):
+        return function(node, g, s)
+    low = s.to(dtype)
+    shares = function(node, g, low)
+    return [s if share is low else share for share in shares] if isinstance(shares, list) else shares
 
 
 def is_zero(values: Sequence[Tensor | None]) -> bool:
@@ -213,19 +210,16 @@ def is_zero(values: Sequence[Tensor | None]) -> bool:
 
 def fit(share: Tensor, meta: Any) -> Tensor:
     """A share in the shape, dtype and device of the tensor it belongs to: what was broadcast is summed."""
-    dtype = carrier(meta.dtype)
+    shape, dtype = meta.shape, carrier(meta.dtype)
     if share.dtype != dtype or share.device != meta.device:
         share = share.to(device=meta.device, dtype=dtype)
-    shape = meta.shape
-    return share if list(share.shape) == shape else share.sum_to_size(shape)
-
-
-def carrier(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that carries curvature: float16 has no room for squares, so float32 stands in for it."""
-    return torch.float32 if dtype == torch.float16 else dtype
+    if share.shape[1:] == shape:  # a bias
+        return share.sum(0)
+    return share if share.shape == torch.Size(shape) else share.sum_to_size(shape)
 
 
 def carried(gradient: Tensor | None) -> Tensor | None:
+    """A gradient to compute with: float16 has no room for squares."""
     return gradient.float() if gradient is not None and gradient.dtype == torch.float16 else gradient
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer, optimizer
 
 from .. import engine
 from ..checks import check_choices, check_loss
@@ -16,13 +17,15 @@ from ..errors import NonFiniteError
 from ..nodes import edge_of, topological
 from ..plan import accumulate
 from . import update
+from .packing import Pack, is_small
 from .update import Batch
-from .watch import Watch
+from .watch import Watch, counter
 
 TRUST_REGIONS = ("optimizer", "group")
+LOOK_EVERY = 8  # compiled steps, at which a GPU sends the number of those that were not finite
 
 
-class CurvatureOptimizer(torch.optim.Optimizer):
+class CurvatureOptimizer(Optimizer):
     """A torch optimizer that scales its step by Hessian diagonals.
 
     Args:
@@ -37,6 +40,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         bias_correction: measure the trust region with the bias-corrected curvature average, as in Algorithm 3.
         curvature_every: :meth:`backward` computes curvature at every k-th step and a plain gradient at the others, whose update
             and trust region go on with the last average; its bias correction counts curvature updates.
+        curvature_dtype: compute the curvature's matrix products and convolutions in this dtype, as in :func:`hesscale.backward`.
         on_nonfinite: a step with a non-finite gradient or curvature never reaches weights or averages; ``"raise"`` reports it
             (on CUDA once the result is there, without stalling), ``"skip"`` only counts it in ``nonfinite_steps``.
         maximize: ascend.
@@ -62,12 +66,14 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         trust_region: str = "optimizer",
         bias_correction: bool = True,
         curvature_every: int = 1,
+        curvature_dtype: torch.dtype | None = None,
         on_nonfinite: str = "raise",
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,
     ) -> None:
         check_number("curvature_every", curvature_every, curvature_every >= 1 and int(curvature_every) == curvature_every)
+        check_choices(curvature_dtype=curvature_dtype)
         if trust_region not in TRUST_REGIONS:
             raise ValueError(f"trust_region={trust_region!r} is not one of {', '.join(map(repr, TRUST_REGIONS))}")
         defaults = {
@@ -85,10 +91,11 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         self.option_names = tuple(defaults)
         self.trust_region = trust_region
         self.curvature_every = curvature_every
-        self.watch = Watch(on_nonfinite)
+        self.curvature_dtype = curvature_dtype
+        self.counters: dict[str, Tensor] = {}  # of steps, in place and on their device: "nonfinite", and two per trust region
+        self.watch = Watch(on_nonfinite, self.counters)
+        self._packs: dict[int, Pack] | None = {}  # by the number of a group; None for never
         self.eta: list[Tensor | None] = []  # of the last step, one per trust region; None where a region took no part
-        self.scaled_steps: dict[int, Tensor] = {}
-        self.measured_steps: dict[int, int] = {}
         self.curvature_is_unscaled = False
         super().__init__(params, defaults)
 
@@ -107,6 +114,10 @@ class CurvatureOptimizer(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         own = {name: value for name, value in self.__dict__.items() if not name.startswith("_")}
         return {**super().__getstate__(), **own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._packs = None if self.__dict__.get("_packs", {}) is None else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's; options that the saved groups lack are this optimizer's, and step counters stay with their parameters."""
@@ -147,7 +158,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             scaler: scales the loss for the backward pass; the curvature comes out unscaled.
             outputs, retain_graph, head, fallback: as in :func:`hesscale.backward`.
         """
-        check_choices(method="hesscale", head=head, fallback=fallback)
+        check_choices(head=head, fallback=fallback)
         scaled = loss if scaler is None else scaler.scale(loss)
         if not self.is_curvature_due:
             scaled.backward(retain_graph=retain_graph)
@@ -158,8 +169,8 @@ class CurvatureOptimizer(torch.optim.Optimizer):
     def fill_curvature(self, loss: Tensor, *, retain_graph: bool = False, scale: Tensor | None = None, **options: Any) -> None:
         """``.grad`` of every leaf as ``loss.backward()`` fills it, and ``hess_diag`` of this optimizer's parameters."""
         check_loss(loss)
-        options = {"outputs": None, "head": "exact", "fallback": "error", **options}
-        with unscaled(self, scale):
+        options = {"outputs": None, "head": "exact", "fallback": "error", "curvature_dtype": self.curvature_dtype, **options}
+        with unscaled(self, scale) if scale is not None else nullcontext():
             engine.carry(lambda: loss.backward(retain_graph=retain_graph), loss, self.parameters(), method=self.method, **options)
 
     def fill_curvature_alone(self, loss: Tensor, *, scale: Tensor | None = None, **options: Any) -> None:
@@ -169,12 +180,13 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         if not params:
             return
         found = self.diagonals(loss, params, **options)
-        with unscaled(self, scale):
+        with unscaled(self, scale) if scale is not None else nullcontext():
             for p, diagonal in zip(params, found, strict=True):
                 accumulate(p, diagonal, p.grad is None, owned=True)
 
     def diagonals(self, loss: Tensor, params: list[Tensor], **options: Any) -> Sequence[Tensor | None]:
         """The Hessian diagonals that this optimizer averages."""
+        options = {"curvature_dtype": self.curvature_dtype, **options}
         return engine.grad(loss, params, method=self.method, retain_graph=True, allow_unused=True, **options)[1]
 
     def parameters(self) -> list[Any]:
@@ -183,8 +195,14 @@ class CurvatureOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients and Hessian diagonals."""
-        super().zero_grad(set_to_none)
-        self.clear_curvature()
+        if not set_to_none or is_profiled():
+            super().zero_grad(set_to_none)
+        self.curvature_is_unscaled = False
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.hess_diag = None
+                if set_to_none:
+                    p.grad = None
 
     def clear_curvature(self) -> None:
         self.curvature_is_unscaled = False
@@ -192,7 +210,6 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             for p in group["params"]:
                 p.hess_diag = None
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters and consume their Hessian diagonals; returns what ``closure`` returns.
 
@@ -200,6 +217,15 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             RuntimeError: if a Hessian diagonal is due and missing.
             NonFiniteError: see ``on_nonfinite``.
         """
+        hooks = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
+        if hooks or optimizer._global_optimizer_pre_hooks or optimizer._global_optimizer_post_hooks or is_profiled():
+            return Optimizer.profile_hook_step(CurvatureOptimizer.step_once)(self, closure)
+        return self.step_once(closure)
+
+    step.hooked = True  # type: ignore[attr-defined]  # torch would run the above at every step: a fifth of what a small one costs
+
+    @torch.no_grad()
+    def step_once(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -210,6 +236,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             if batches and self.apply(batches):
                 for group in self.param_groups:
                     group["step_count"] += 1
+                self.pack(batches)
         except BaseException as error:
             for name in ("grad_scale", "found_inf"):  # GradScaler takes its marks away only where step returns
                 self.__dict__.pop(name, None)
@@ -219,22 +246,68 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         self.clear_curvature()
         return loss
 
+    def note_step(self, etas: Iterable[Tensor]) -> None:
+        """Take note of a step that a compiled graph has made, as :meth:`step` does of its own."""
+        given = iter(etas)
+        self.eta = [None if before is None else next(given) for before in self.eta]
+        before = self.watch.reported
+        self.watch.report()
+        if self.counters["nonfinite"].device.type == "cpu" or self.param_groups[0]["step_count"] % LOOK_EVERY == 0:
+            self.watch.send()
+        if self.watch.reported == before:
+            for group in self.param_groups:
+                group["step_count"] += 1
+
     def collect(self) -> list[tuple[dict[str, Any], Batch]]:
         """The parameters that have a gradient, in batches that one foreach call can serve."""
-        batches: dict[object, tuple[dict[str, Any], Batch]] = {}
+        found: list[tuple[dict[str, Any], Batch]] = []
         for i, group in enumerate(self.param_groups):
+            packed = self.collect_packed(i, group)
+            if packed is not None:
+                found.append((group, packed))
+                continue
+            batches: dict[object, Batch] = {}
             for p in group["params"]:
                 if p.grad is None:
                     continue
                 if p.grad.is_sparse:
                     raise RuntimeError(f"{type(self).__name__} takes dense gradients; build the embedding with sparse=False")
-                key = (i, p.device, p.dtype, id(p) if group["foreach"] is False else None)
-                self.enter(p, group, batches.setdefault(key, (group, Batch()))[1])
-        found = list(batches.values())
+                key = (p.device, p.dtype, id(p) if group["foreach"] is False else None)
+                self.enter(p, batches.setdefault(key, Batch()))
+            found += [(group, batch) for batch in batches.values()]
         self.check_curvature([batch for _, batch in found])
         return found
 
-    def enter(self, p: Tensor, group: dict[str, Any], batch: Batch) -> None:
+    def collect_packed(self, i: int, group: dict[str, Any]) -> Batch | None:
+        """The whole group as one tensor of each kind, where an earlier step has found that to be faster."""
+        pack = None if self._packs is None else self._packs.get(i)
+        if pack is None or group["foreach"] is False or hasattr(self, "found_inf"):
+            return None
+        gradients = [p.grad for p in group["params"] if p.grad is not None and not p.grad.is_sparse]
+        diagonals = [getattr(p, "hess_diag", None) for p in group["params"]] if self.uses_curvature else []
+        curvatures = [diagonal for diagonal in diagonals if diagonal is not None]
+        count = len(pack.params)
+        if len(gradients) < count or len(curvatures) not in (0, count) or not pack.holds(group["params"], self.state):
+            return None
+        if any(curvature.shape != p.shape for curvature, p in zip(curvatures, pack.params, strict=False)):
+            return None
+        return pack.filled(gradients, [self.prepare(curvature) for curvature in curvatures])
+
+    def pack(self, batches: list[tuple[dict[str, Any], Batch]]) -> None:
+        """Keep the averages of small parameters in one tensor from the next step on."""
+        for group, batch in batches:
+            is_whole = batch.pack is None and len(batch.params) == len(group["params"])
+            if is_whole and self._packs is not None and group["foreach"] is not False and is_small(batch.params):
+                self._packs[next(i for i, known in enumerate(self.param_groups) if known is group)] = Pack(batch, self.state)
+
+    def unpack(self) -> None:
+        """Give every parameter's state memory of its own, for good."""
+        for pack in (self._packs or {}).values():
+            for state in pack.states:
+                state.update({name: value.clone() for name, value in state.items() if isinstance(value, Tensor)})
+        self._packs = None
+
+    def enter(self, p: Tensor, batch: Batch) -> None:
         """Put a parameter and its state into a batch."""
         state = self.state[p]
         if self.squares_gradient and state and "exp_avg_sq" not in state:
@@ -279,7 +352,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         self.unscale([batch for _, batch in batches])
         everything = [t for _, batch in batches for t in (*batch.gradients, *batch.curvatures)]
         alive = self.watch.admit(everything, getattr(self, "found_inf", None))
-        if alive is not None and alive.device.type == "cpu":
+        if alive is not None and update.is_on_host(alive):
             return False
         self.watch.look_for_curvature([t for _, batch in batches for t in batch.curvatures])
         for group, batch in batches:
@@ -295,19 +368,10 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         self, group: dict[str, Any], batch: Batch, denominators: list[Tensor], factors: list[Any], scale: Tensor | None
     ) -> None:
         """W ← W − scale · factor · M ⊘ denominator; ``scale`` is η, and 0 where the step must leave no trace."""
-        if group["decoupled_weight_decay"] and group["weight_decay"]:
+        if group["decoupled_weight_decay"] and is_set(group["weight_decay"]):
             decay = group["lr"] * group["weight_decay"]
             torch._foreach_mul_(batch.params, 1 - (decay if scale is None else decay * (scale > 0).to(batch.params[0].dtype)))
-        if scale is None and not isinstance(factors[0], Tensor):
-            torch._foreach_addcdiv_(batch.params, batch.momenta, denominators, [-factor for factor in factors])
-            return
-        steps = torch._foreach_div(batch.momenta, denominators)
-        torch._foreach_mul_(steps, factors)
-        if scale is not None:
-            torch._foreach_mul_(steps, scale)
-            for step in steps:
-                step.nan_to_num_(0.0, 0.0, 0.0)  # ∞ · 0
-        torch._foreach_sub_(batch.params, steps)
+        batch.move(denominators, factors, scale)
 
     def average(self, group: dict[str, Any], batch: Batch, alive: Tensor | None) -> None:
         """Move the averages on, by gradients and curvature with their weight decay."""
@@ -318,8 +382,10 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         if group["maximize"]:
             batch.gradients = list(torch._foreach_neg(batch.gradients))
             batch.curvatures = list(torch._foreach_neg(batch.curvatures)) if batch.curvatures else []
-        if group["weight_decay"] and not group["decoupled_weight_decay"]:
-            batch.gradients = list(torch._foreach_add(batch.gradients, batch.params, alpha=group["weight_decay"]))
+        if is_set(group["weight_decay"]) and not group["decoupled_weight_decay"]:
+            decay = list(torch._foreach_mul(batch.whole(batch.params), group["weight_decay"]))
+            torch._foreach_add_(decay, batch.gradients)
+            batch.gradients = decay
             if batch.curvatures:
                 batch.curvatures = list(torch._foreach_add(batch.curvatures, group["weight_decay"]))
         update.average(batch, group["betas"], alive)
@@ -340,8 +406,8 @@ class CurvatureOptimizer(torch.optim.Optimizer):
                 parts.append(update.quadratic(batch, *moves[i], group["betas"][1], group["bias_correction"]))
             h = torch.stack([part.to(parts[0].device) for part in parts]).sum()
             eta = self.eta[region] = update.trust(h, batches[members[0]][0]["trust_radius"])
-            self.scaled_steps[region] = (eta < 1).float() + self.scaled_steps.get(region, 0)
-            self.measured_steps[region] = 1 + self.measured_steps.get(region, 0)
+            counter(self.counters, f"measured {region}", eta.device).add_(1)
+            counter(self.counters, f"scaled {region}", eta.device).add_(eta < 1)
             for i in members:
                 etas[i] = eta
         return etas
@@ -349,12 +415,13 @@ class CurvatureOptimizer(torch.optim.Optimizer):
     @property
     def scaled_share(self) -> dict[int, Tensor]:
         """The share of steps that η < 1 made shorter, by trust region: 0 for the whole optimizer, else the group's number."""
-        return {region: scaled / self.measured_steps[region] for region, scaled in self.scaled_steps.items()}
+        regions = [name.removeprefix("scaled ") for name in self.counters if name.startswith("scaled ")]
+        return {int(region): self.counters[f"scaled {region}"] / self.counters[f"measured {region}"] for region in regions}
 
     @property
     def nonfinite_steps(self) -> int:
         """How many steps were left out for a non-finite number. Reading it waits for the device."""
-        return 0 if self.watch.count is None else int(self.watch.count)
+        return int(self.counters.get("nonfinite", 0))
 
     def unscale(self, batches: list[Batch]) -> None:
         """Take a gradient scaler's factor out of gradients and curvature; GradScaler.unscale_ does it for gradients alone."""
@@ -380,12 +447,13 @@ REMEDY = (
 )
 
 
+def is_profiled() -> bool:
+    return bool(torch.autograd.profiler._is_profiler_enabled)
+
+
 @contextmanager
-def unscaled(optimizer: CurvatureOptimizer, scale: Tensor | None) -> Iterator[None]:
+def unscaled(optimizer: CurvatureOptimizer, scale: Tensor) -> Iterator[None]:
     """Divide the Hessian diagonals that arrive inside the block by a gradient scaler's factor."""
-    if scale is None:
-        yield
-        return
     earlier = [(p, getattr(p, "hess_diag", None), p.grad is None) for p in optimizer.parameters()]
     for p, _, _ in earlier:
         p.hess_diag = None
@@ -409,6 +477,10 @@ def entry(state: dict[str, Any], name: str, p: Tensor) -> Tensor:
         state[name] = torch.zeros((), device=p.device) if name.endswith("step") else torch.zeros_like(p)
     found: Tensor = state[name]
     return found
+
+
+def is_set(value: float | Tensor) -> bool:
+    return isinstance(value, Tensor) or value != 0
 
 
 def check_group(group: dict[str, Any]) -> None:

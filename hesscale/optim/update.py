@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors
 
-Number = float | Tensor
+if TYPE_CHECKING:
+    from .packing import Pack
+
+Number = float | Tensor  # a tensor while a step is traced for :func:`hesscale.compile_step`, so that it may change later
 
 
 @dataclass
@@ -30,25 +34,61 @@ class Batch:
     curvature_squares: list[Tensor] = field(default_factory=list)
     steps: list[Tensor] = field(default_factory=list)
     curvature_steps: list[Tensor] = field(default_factory=list)
+    pack: Pack | None = None  # the lists but the first then hold one tensor each, for all parameters
+
+    def whole(self, tensors: list[Tensor]) -> list[Tensor]:
+        """One tensor per parameter, as the other lists of the batch have them."""
+        return tensors if self.pack is None else [_flatten_dense_tensors(tensors)]
+
+    def move(self, denominators: list[Tensor], factors: list[Any], scale: Tensor | None) -> None:
+        """W ← W − scale · factor · M ⊘ denominator."""
+        if self.pack is not None:
+            torch.div(self.momenta[0], denominators[0], out=self.pack.moves)
+            steps, own = [self.pack.moves], self.pack.moves_of
+        elif scale is None and not isinstance(factors[0], Tensor):
+            torch._foreach_addcdiv_(self.params, self.momenta, denominators, [-factor for factor in factors])
+            return
+        else:
+            steps = own = list(torch._foreach_div(self.momenta, denominators))
+        torch._foreach_mul_(steps, factors)
+        if scale is not None:
+            torch._foreach_mul_(steps, scale)
+            for step in steps:
+                step.nan_to_num_(0.0, 0.0, 0.0)  # ∞ · 0
+        torch._foreach_sub_(self.params, own)
 
 
-def average(batch: Batch, betas: tuple[float, float], alive: Tensor | None) -> None:
+def average(batch: Batch, betas: tuple[Number, Number], alive: Tensor | None) -> None:
     """Move the averages on; ``alive`` is a 0-d tensor that is 0 where this step must leave no trace."""
     beta1, beta2 = betas
     keep2 = kept(beta2, alive)
     if alive is None:
-        torch._foreach_lerp_(batch.momenta, batch.gradients, 1 - beta1)
+        torch._foreach_lerp_(batch.momenta, batch.gradients, float(1 - beta1))
     else:
         torch._foreach_mul_(batch.momenta, kept(beta1, alive))
-        torch._foreach_add_(batch.momenta, batch.gradients, alpha=1 - beta1)
+        add(batch.momenta, batch.gradients, 1 - beta1)
     count(batch.steps, alive)
     if batch.gradient_squares:
         torch._foreach_mul_(batch.gradient_squares, keep2)
-        torch._foreach_addcmul_(batch.gradient_squares, batch.gradients, batch.gradients, 1 - beta2)
+        add_squares(batch.gradient_squares, batch.gradients, 1 - beta2)
     if batch.curvatures:
         torch._foreach_mul_(batch.curvature_squares, keep2)
-        torch._foreach_addcmul_(batch.curvature_squares, batch.curvatures, batch.curvatures, 1 - beta2)
+        add_squares(batch.curvature_squares, batch.curvatures, 1 - beta2)
         count(batch.curvature_steps, alive)
+
+
+def add(totals: list[Tensor], values: list[Tensor], factor: Number) -> None:
+    if isinstance(factor, Tensor):
+        torch._foreach_add_(totals, torch._foreach_mul(values, factor))
+    else:
+        torch._foreach_add_(totals, values, alpha=factor)
+
+
+def add_squares(totals: list[Tensor], values: list[Tensor], factor: Number) -> None:
+    if isinstance(factor, Tensor):
+        add(totals, list(torch._foreach_mul(values, values)), factor)
+    else:
+        torch._foreach_addcmul_(totals, values, values, factor)
 
 
 def count(steps: list[Tensor], alive: Tensor | None) -> None:
@@ -58,43 +98,57 @@ def count(steps: list[Tensor], alive: Tensor | None) -> None:
         torch._foreach_add_(steps, [alive] * len(steps))  # one tensor for all would be read on the host
 
 
-def kept(beta: float, alive: Tensor | None) -> Number:
+def kept(beta: Number, alive: Tensor | None) -> Number:
     return beta if alive is None else 1 - (1 - beta) * alive
 
 
-def quotient(batch: Batch, lr: Number, betas: tuple[float, float], eps: float) -> tuple[list[Tensor], Any]:
+def quotient(batch: Batch, lr: Number, betas: tuple[Number, Number], eps: Number) -> tuple[list[Tensor], Any]:
     """U = factor · M ⊘ denominator, with √V + ε√(1 − β₂ᵗ) as denominator, in new tensors; zero before V has seen anything."""
     beta1, beta2 = betas
     by_gradient = bool(batch.gradient_squares)
     squares, steps = (batch.gradient_squares, batch.steps) if by_gradient else (batch.curvature_squares, batch.curvature_steps)
     scales = [c**0.5 for c in corrections(beta2, steps)]
     denominators = list(torch._foreach_sqrt(squares))
-    torch._foreach_add_(denominators, [eps * scale + (scale == 0) for scale in scales])
-    if eps == 0:  # an entry that has seen nothing stays
+    torch._foreach_add_(denominators, computed_once([eps * scale + (scale == 0) for scale in scales]))
+    if isinstance(eps, Tensor) or eps == 0:  # an entry that has seen nothing stays
         denominators = [torch.where(d == 0, torch.inf, d) for d in denominators]
     firsts = corrections(beta1, batch.steps)
-    return denominators, [lr * scale / (first + (first == 0)) for scale, first in zip(scales, firsts, strict=True)]
+    return denominators, computed_once([lr * s / (first + (first == 0)) for s, first in zip(scales, firsts, strict=True)])
 
 
-def root(squares: list[Tensor], steps: list[Tensor], beta2: float, bias_correction: bool) -> list[Tensor]:
+def root(squares: list[Tensor], steps: list[Tensor], beta2: Number, bias_correction: bool) -> list[Tensor]:
     """√V̂, in new tensors."""
     roots = list(torch._foreach_sqrt(squares))
     if bias_correction:
-        torch._foreach_div_(roots, [c**0.5 + (c == 0) for c in corrections(beta2, steps)])
+        torch._foreach_div_(roots, computed_once([c**0.5 + (c == 0) for c in corrections(beta2, steps)]))
     return roots
 
 
-def corrections(beta: float, steps: list[Tensor]) -> list[Any]:
+def corrections(beta: Number, steps: list[Tensor]) -> list[Any]:
     """1 − βᵗ: numbers on a CPU, tensors elsewhere, where reading a number would stall."""
-    if not steps or steps[0].device.type == "cpu":
-        return [1 - beta ** float(step) for step in steps]
-    found = torch._foreach_mul(steps, math.log(max(beta, 1e-30)))
+    if not steps or is_on_host(steps[0]):
+        return [1 - beta ** float(step if step.dim() == 0 else step.tolist()[0]) for step in steps]
+    rate = beta.clamp_min(1e-30).log() if isinstance(beta, Tensor) else math.log(max(beta, 1e-30))
+    if torch.compiler.is_compiling():  # which puts these into the kernels that use them
+        return [-torch.expm1(step * rate) for step in steps]
+    found = torch._foreach_mul(steps, rate)
     torch._foreach_expm1_(found)  # in float32, 1 − 0.999 would lose four digits
     torch._foreach_neg_(found)
     return list(found)
 
 
-def quadratic(batch: Batch, denominators: list[Tensor], factors: Any, beta2: float, bias_correction: bool) -> Tensor:
+def computed_once(numbers: list[Any]) -> list[Any]:
+    """Numbers in memory of their own where a step is traced for a CPU: a compiler would compute them again for every entry."""
+    is_traced = torch.compiler.is_compiling() and numbers[0].device.type == "cpu"
+    return list(torch.stack(numbers).unbind()) if is_traced else numbers
+
+
+def is_on_host(tensor: Tensor) -> bool:
+    """Whether the value of a tensor can be read at no cost: on a CPU, unless the step is being traced."""
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def quadratic(batch: Batch, denominators: list[Tensor], factors: Any, beta2: Number, bias_correction: bool) -> Tensor:
     """Σ √V̂ ∘ U², the curvature along the update."""
     weighted = list(torch._foreach_div(batch.momenta, denominators))
     torch._foreach_mul_(weighted, factors)
@@ -104,6 +158,6 @@ def quadratic(batch: Batch, denominators: list[Tensor], factors: Any, beta2: flo
     return torch.stack([w.nan_to_num_(0.0, math.inf).sum(dtype=dtype) for w in weighted]).sum()  # 0·∞: no curvature
 
 
-def trust(h: Tensor, radius: float) -> Tensor:
+def trust(h: Tensor, radius: Number) -> Tensor:
     """η = min(1, √(2Δ/h)), 1 where h = 0 and 0 where it is infinite."""
     return (2 * radius / h).sqrt().clamp_max(1)

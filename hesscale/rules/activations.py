@@ -38,12 +38,15 @@ def by_node(*names: str) -> Callable[[Second], Second]:
     return register
 
 
-def factored(node: Node, s: Share, bend: Share) -> Share:
-    """f' (f' s + bend), for f'' g = f' · bend."""
+def factored(node: Node, s: Share, bend: Share, rate: float = 1) -> Share:
+    """f' (f' s + rate · bend), for f'' g = rate · f' · bend; a bend that nobody else holds is freed on the way."""
     if s is None:
-        return None if bend is None else node(bend)
+        return None if bend is None else node(bend if rate == 1 else bend * rate)
     inner = node(s)
-    return node(inner if bend is None else inner.add_(bend))
+    if bend is not None:
+        inner.add_(bend, alpha=rate)
+    del bend
+    return node(inner)
 
 
 @linear(
@@ -124,8 +127,7 @@ def exponential_tail(node: Node, g: Share, s: Share, rate: float) -> Share:
     if g is None:
         return factored(node, s, None)
     x = saved(node, "result" if node.name().endswith("1") else "self")  # of one sign
-    bend = aten.hardtanh_backward(g, x, -math.inf, 0)
-    return factored(node, s, bend if rate == 1 else bend.mul_(rate))
+    return factored(node, s, aten.hardtanh_backward(g, x, -math.inf, 0), rate)
 
 
 @by_node("GeluBackward0")

@@ -1,6 +1,7 @@
 """Products: y is linear in each factor, so its own backward with the other factors squared gives their shares (Eq. 3).
 
-Mixed second derivatives ∂²y/∂A∂B are not zero: where one tensor is both factors they are its own, and g matters too.
+Mixed second derivatives ∂²y/∂A∂B are not zero: where one tensor is both factors they are its own, and g matters too. Products are
+computed in the dtype of s.
 Distances between all rows of two matrices, which are products in disguise, follow.
 """
 
@@ -16,16 +17,19 @@ from torch import Tensor
 from .reductions import norm_bend, norm_slopes, plus
 from .registry import Node, Share, chain, dimension, linear, needs, rule, saved
 
+SUMMAND = "its summand is also one of its factors, which its curvature rule does not cover; write the product and the sum apart"
 SPARSE = "a sparse factor needs a gradient, and curvature is dense; make it dense, or detach it"
 
 
-def is_sparse(node: Node, index: int, factor: str) -> bool:
-    """Whether this factor needs a share and is sparse: then no strides of it are saved."""
-    return needs(node, index) and not saved(node, f"{factor}_sym_strides")
+def is_sparse(child: Node | None, strides: Sequence[int]) -> bool:
+    """Whether a factor needs a share and is sparse: then no strides of it are saved."""
+    return child is not None and not strides
 
 
 def refuse_mm(node: Node) -> str | None:
-    return SPARSE if is_sparse(node, 0, "self") or is_sparse(node, 1, "mat2") else None
+    (left, _), (right, _) = node.next_functions
+    sparse = is_sparse(left, saved(node, "self_sym_strides")) or is_sparse(right, saved(node, "mat2_sym_strides"))
+    return SPARSE if sparse else None
 
 
 def mm_same(node: Node, g: Share, s: Share) -> list[Share]:
@@ -33,7 +37,16 @@ def mm_same(node: Node, g: Share, s: Share) -> list[Share]:
     return [matrix_square(saved(node, "self"), g, s), None]
 
 
-@linear("MmBackward0", contraction=True, same=mm_same, refuse=refuse_mm)
+def mm_transposed(node: Node, g: Share, s: Share) -> list[Share]:
+    """y = A Wᵀ: s_A = s W², s_W = sᵀ A²"""
+    if s is None:
+        return [None, None]
+    (to_left, _), _ = node.next_functions
+    left = None if to_left is None else row_share(s, saved(node, "mat2"))
+    return [left, weight_share(s, saved(node, "self"))]
+
+
+@linear("MmBackward0", contraction=True, same=mm_same, refuse=refuse_mm, transposed=mm_transposed)
 def mm(node: Node, s: Tensor) -> list[Share]:
     """y = A B: s_A = s (B²)ᵀ, s_B = (A²)ᵀ s"""
     left = left_share(s, saved(node, "mat2"), saved(node, "self_sym_strides")) if needs(node, 0) else None
@@ -49,14 +62,15 @@ def bmm(node: Node, s: Tensor) -> list[Share]:
 
 def summand_is_factor(node: Node) -> str | None:
     """Of the ways in which β b + α A B may meet a tensor twice, the rules cover A = B only."""
-    summand, *factors = node.next_functions
-    if summand[0] is None or summand not in factors:
-        return None
-    return "its summand is also one of its factors, which its curvature rule does not cover; write the product and the sum apart"
+    summand, left, right = node.next_functions
+    return SUMMAND if summand[0] is not None and summand in (left, right) else None
 
 
 def refuse_addmm(node: Node) -> str | None:
-    return SPARSE if is_sparse(node, 1, "mat1") or is_sparse(node, 2, "mat2") else summand_is_factor(node)
+    summand, left, right = node.next_functions
+    if is_sparse(left[0], saved(node, "mat1_sym_strides")) or is_sparse(right[0], saved(node, "mat2_sym_strides")):
+        return SPARSE
+    return SUMMAND if summand[0] is not None and summand in (left, right) else None
 
 
 def addmm_same(node: Node, g: Share, s: Share) -> list[Share]:
@@ -64,7 +78,18 @@ def addmm_same(node: Node, g: Share, s: Share) -> list[Share]:
     return summand_and_square(node, saved(node, "mat1"), g, s)
 
 
-@linear("AddmmBackward0", contraction=True, same=addmm_same, refuse=refuse_addmm)
+def addmm_transposed(node: Node, g: Share, s: Share) -> list[Share]:
+    """y = β b + α A Wᵀ: s_b = β² s, s_A = α² s W², s_W = α² sᵀ A²"""
+    if s is None:
+        return [None, None, None]
+    (to_summand, _), (to_left, _), _ = node.next_functions
+    summand = None if to_summand is None else scaled(s, saved(node, "beta") ** 2)
+    s = scaled(s, saved(node, "alpha") ** 2)
+    left = None if to_left is None else row_share(s, saved(node, "mat2"))
+    return [summand, left, weight_share(s, saved(node, "mat1"))]
+
+
+@linear("AddmmBackward0", contraction=True, same=addmm_same, refuse=refuse_addmm, transposed=addmm_transposed)
 def addmm(node: Node, s: Tensor) -> list[Share]:
     """y = β b + α A B: s_b = β² s, s_A = α² s (B²)ᵀ, s_B = α² (A²)ᵀ s"""
     summand = scaled(s, saved(node, "beta") ** 2) if needs(node, 0) else None
@@ -107,19 +132,41 @@ def batch_factors(node: Node, first: int, s: Tensor, left: Share, right: Share) 
 
 def left_share(s: Tensor, right: Tensor, strides: Sequence[int]) -> Tensor:
     """s_A = s (B²)ᵀ, laid out in memory like A"""
-    squares = squared(right)
+    squares, s = operands(right, s)
     return (squares @ s.mT).mT if by_columns(strides) else s @ squares.mT
 
 
 def right_share(s: Tensor, left: Tensor, strides: Sequence[int]) -> Tensor:
     """s_B = (A²)ᵀ s, laid out in memory like B: the weight of a Linear, for one, arrives transposed"""
-    squares = squared(left)
+    squares, s = operands(left, s)
     return (s.mT @ squares).mT if by_columns(strides) else squares.mT @ s
 
 
-def squared(factor: Tensor) -> Tensor:
-    """The squares of a factor that may be sparse, in any of the sparse layouts."""
-    return factor * factor
+def row_share(s: Tensor, right: Tensor) -> Tensor:
+    """s_A = s W², for B = Wᵀ"""
+    squares, s = operands(right, s)
+    return torch.mm(s, squares.t())
+
+
+def weight_share(s: Tensor, left: Tensor) -> Tensor:
+    """s_W = sᵀ A², for B = Wᵀ"""
+    squares, s = operands(left, s)
+    return torch.mm(s.t(), squares)
+
+
+def operands(factor: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    """A factor's squares and s in one dtype: that of s, or a sparse factor's own, as sparse bfloat16 has few kernels."""
+    if factor.dtype == s.dtype:
+        return factor * factor, s
+    return (squared(factor, s), s) if factor.layout == torch.strided else (factor * factor, s.to(factor.dtype))
+
+
+def squared(factor: Tensor, s: Tensor) -> Tensor:
+    """A factor's squares in the dtype of s, rounded to it at the end."""
+    if factor.dtype == s.dtype:
+        return factor * factor
+    factor = factor.to(torch.promote_types(factor.dtype, s.dtype))
+    return (factor * factor).to(s.dtype)
 
 
 def by_columns(strides: Sequence[int]) -> bool:
@@ -135,7 +182,7 @@ def matrix_square(x: Tensor, g: Share, s: Share) -> Share:
     """y = x x: s_x = s (x²)ᵀ + (x²)ᵀ s + 2 s ∘ d dᵀ + 2 diag(g), with d the diagonal of x"""
     share = None
     if s is not None:
-        squares, d = x.square().mT, x.diagonal(dim1=-2, dim2=-1)
+        squares, d = squared(x, s).mT, x.diagonal(dim1=-2, dim2=-1)
         share = s @ squares + squares @ s + 2 * s * d.unsqueeze(-1) * d.unsqueeze(-2)
     if g is None:
         return share
@@ -150,8 +197,8 @@ def scaled(value: Any, factor: float) -> Any:
 @linear("MvBackward0", contraction=True)
 def mv(node: Node, s: Tensor) -> list[Share]:
     """y = A v: s_A = s (v²)ᵀ, s_v = (A²)ᵀ s"""
-    matrix = torch.outer(s, saved(node, "vec").square()) if needs(node, 0) else None
-    vector = squared(saved(node, "self")).t() @ s if needs(node, 1) else None
+    matrix = torch.outer(s, squared(saved(node, "vec"), s)) if needs(node, 0) else None
+    vector = vector_share(s, saved(node, "self")) if needs(node, 1) else None
     return [matrix, vector]
 
 
@@ -160,9 +207,14 @@ def addmv(node: Node, s: Tensor) -> list[Share]:
     """y = β b + α A v: s_b = β² s, s_A = α² s (v²)ᵀ, s_v = α² (A²)ᵀ s"""
     summand = scaled(s, saved(node, "beta") ** 2) if needs(node, 0) else None
     s = scaled(s, saved(node, "alpha") ** 2)
-    matrix = torch.outer(s, saved(node, "vec").square()) if needs(node, 1) else None
-    vector = squared(saved(node, "mat")).t() @ s if needs(node, 2) else None
+    matrix = torch.outer(s, squared(saved(node, "vec"), s)) if needs(node, 1) else None
+    vector = vector_share(s, saved(node, "mat")) if needs(node, 2) else None
     return [summand, matrix, vector]
+
+
+def vector_share(s: Tensor, matrix: Tensor) -> Tensor:
+    squares, s = operands(matrix, s)
+    return squares.t() @ s
 
 
 def addr_same(node: Node, g: Share, s: Share) -> list[Share]:
@@ -170,7 +222,7 @@ def addr_same(node: Node, g: Share, s: Share) -> list[Share]:
     alpha = saved(node, "alpha")
     share = None if g is None else 2 * alpha * g.diagonal()
     if s is not None:
-        squares = saved(node, "vec1").square() * alpha**2
+        squares = squared(saved(node, "vec1"), s) * alpha**2
         first = s @ squares + s.t() @ squares + 2 * s.diagonal() * squares
         share = first if share is None else share + first
     return [scaled(s, saved(node, "beta") ** 2), share, None]
@@ -181,23 +233,20 @@ def addr(node: Node, s: Tensor) -> list[Share]:
     """y = β b + α u vᵀ: s_b = β² s, s_u = α² s v², s_v = α² sᵀ u²"""
     summand = scaled(s, saved(node, "beta") ** 2) if needs(node, 0) else None
     s = scaled(s, saved(node, "alpha") ** 2)
-    left = s @ saved(node, "vec2").square() if needs(node, 1) else None
-    right = s.t() @ saved(node, "vec1").square() if needs(node, 2) else None
+    left = s @ squared(saved(node, "vec2"), s) if needs(node, 1) else None
+    right = s.t() @ squared(saved(node, "vec1"), s) if needs(node, 2) else None
     return [summand, left, right]
 
 
 def dot_same(node: Node, g: Share, s: Share) -> list[Share]:
     """y = Σ x²: s_x = 4 s x² + 2 g"""
     x = saved(node, "self")
-    share = None if s is None else 4 * s * x.square()
-    if g is not None:
-        share = (2 * g).expand_as(x) if share is None else share + 2 * g
-    return [share, None]
+    return [plus(None if s is None else 4 * s * squared(x, s), None if g is None else (2 * g).expand_as(x)), None]
 
 
 def inner_product(node: Node, s: Tensor, other: str) -> list[Share]:
-    left = s * saved(node, other).square() if needs(node, 0) else None
-    right = s * saved(node, "self").square() if needs(node, 1) else None
+    left = s * squared(saved(node, other), s) if needs(node, 0) else None
+    right = s * squared(saved(node, "self"), s) if needs(node, 1) else None
     return [left, right]
 
 
@@ -225,7 +274,7 @@ def cross(node: Node, s: Tensor) -> list[Share]:
     before, after = s.roll(1, dim), s.roll(-1, dim)
 
     def share(other: Tensor) -> Tensor:
-        squares = other.square()
+        squares = squared(other, s)
         return before * squares.roll(-1, dim) + after * squares.roll(1, dim)
 
     return [share(saved(node, "other")) if needs(node, 0) else None, share(saved(node, "self")) if needs(node, 1) else None]
@@ -244,16 +293,16 @@ def trilinear(node: Node, s: Tensor) -> list[Share]:
     for i, j, k in ((0, 1, 2), (1, 0, 2), (2, 0, 1)):
         if needs(node, i):
             jacobian = "".join(dim for dim in dims if dim in own[j] + own[k] and dim in y + own[i])
-            squares = torch.einsum(f"{own[j]},{own[k]}->{jacobian}", factors[j], factors[k]).square()
-            shares[i] = torch.einsum(f"{y},{jacobian}->{own[i]}", s, squares)
+            slopes = torch.einsum(f"{own[j]},{own[k]}->{jacobian}", factors[j], factors[k])
+            shares[i] = torch.einsum(f"{y},{jacobian}->{own[i]}", s, squared(slopes, s))
     return shares
 
 
 @linear("LinearBackward0", contraction=True)
 def linear_layer(node: Node, s: Tensor) -> list[Share]:
     """y = x wᵀ + b where that is one operator (on Apple GPUs): s_x = s w², s_w = sᵀ x², s_b = s"""
-    x = s @ saved(node, "weight").square() if needs(node, 0) else None
-    weight = by_rows(s).t() @ by_rows(saved(node, "input").square()) if needs(node, 1) else None
+    x = s @ squared(saved(node, "weight"), s) if needs(node, 0) else None
+    weight = by_rows(s).t() @ by_rows(squared(saved(node, "input"), s)) if needs(node, 1) else None
     return [x, weight, s]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .bilinear import squared
 from .registry import Node, Share, linear, needs, saved
 
 
@@ -17,8 +18,8 @@ def convolution(node: Node, s: Tensor) -> Any:
     x, w = saved(node, "input"), saved(node, "weight")
     return torch.ops.aten.convolution_backward.default(
         s,
-        x.square() if wanted[1] else x,  # otherwise only its shape is read
-        w.square() if wanted[0] else w,
+        squared(x, s) if wanted[1] else x.to(s.dtype),  # otherwise only its shape is read
+        squared(w, s) if wanted[0] else w.to(s.dtype),
         saved(node, "bias_sym_sizes_opt"),
         saved(node, "stride"),
         saved(node, "padding"),
@@ -34,4 +35,5 @@ def convolution(node: Node, s: Tensor) -> Any:
 def conv_tbc(node: Node, s: Tensor) -> list[Share]:
     """y = w ⋆ x + b over (time, batch, channel): the same"""
     x, w = saved(node, "self"), saved(node, "weight")
-    return list(torch.ops.aten.conv_tbc_backward.default(s, x.square(), w.square(), saved(node, "bias"), saved(node, "pad")))
+    bias = saved(node, "bias").to(s.dtype)
+    return list(torch.ops.aten.conv_tbc_backward.default(s, squared(x, s), squared(w, s), bias, saved(node, "pad")))

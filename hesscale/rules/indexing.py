@@ -198,13 +198,15 @@ def dense_gradients(node: Node) -> str | None:
     return None
 
 
-zero_one(
-    "EmbeddingBackward0",
-    contraction=True,
-    fan_out=True,
-    refuse=dense_gradients,
-    summary="y = w[indices]: each row gets its shares back, the padding row none",
-)
+def in_full(node: Node, s: Tensor) -> Tensor:
+    """s in the dtype of y or a wider one: no product gains from a narrow one here, and its long sums would stall."""
+    return s.to(torch.promote_types(s.dtype, node._input_metadata[0].dtype))
+
+
+@linear("EmbeddingBackward0", contraction=True, joint=False, fan_in=False, refuse=dense_gradients)
+def embedding(node: Node, s: Tensor) -> Share:
+    """y = w[indices]: each row gets its shares back, the padding row none"""
+    return node(in_full(node, s))
 
 
 @linear("EmbeddingBagBackward0", contraction=True, refuse=dense_gradients)
@@ -213,7 +215,7 @@ def embedding_bag(node: Node, s: Tensor) -> list[Share]:
 
     The mean has pᵢ = 1/count; the maximum takes one entry per column.
     """
-    words, bags = saved(node, "indices").long(), len(s)
+    s, words, bags = in_full(node, s), saved(node, "indices").long(), len(s)
     offsets, number = saved(node, "offsets"), torch.arange(len(words), device=s.device)
     bag = (torch.searchsorted(offsets, number.to(offsets.dtype), right=True) - 1).clamp_max(bags - 1)
     padding = saved(node, "padding_idx")

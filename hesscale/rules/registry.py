@@ -49,6 +49,8 @@ class Rule:
         same: the rule for a node that meets one tensor at several of its inputs; it returns that tensor's one share per
             duplicated edge at its first position and None at the others. None: such a node is refused, unless its inputs do
             not meet (``joint=False``) or the operator is linear in a way that ``function`` handles.
+        transposed: the rule for a product whose last factor is the transpose of a matrix that nothing else takes, as a Linear's
+            weight is; its last share is that of the matrix.
         refuse: ``(node) -> reason`` or None, asked during the walk.
     """
 
@@ -65,6 +67,7 @@ class Rule:
     contraction: bool = False
     many: bool = False
     same: RuleFunction | None = None
+    transposed: RuleFunction | None = None
     refuse: Callable[[Node], str | None] | None = None
 
     def bends(self, index: int) -> bool:
@@ -198,16 +201,18 @@ def _elementwise_by_autograd(node: Node, g: Share, s: Share, merge: bool) -> Sha
     return shares
 
 
+MISSING = object()
+
+
 def saved(node: Node, name: str) -> Any:
     """``node._saved_<name>``, float16 as float32, whose squares do not overflow; an error if this torch calls it otherwise."""
-    try:
-        value = getattr(node, f"_saved_{name}")
-    except AttributeError:
+    value: Any = getattr(node, "_saved_" + name, MISSING)
+    if value is MISSING:
         raise RuntimeError(
             f"{node.name()} of torch {torch.__version__} has no saved {name!r}; hesscale's rule for it was written for another "
             "version of torch. Please report this."
-        ) from None
-    return value.float() if isinstance(value, Tensor) and value.dtype == torch.float16 else value
+        )
+    return value.float() if getattr(value, "dtype", None) == torch.float16 else value
 
 
 def dimension(value: int, rank: int) -> int:

@@ -37,7 +37,7 @@ def log_softmax(node: Node, g: Share, s: Share) -> Share:
         return None if s is None else (q * s.sum(dim, keepdim=True)).sub_(s, alpha=2).mul_(q).add_(s)
     slope = g.sum(dim, keepdim=True)
     if s is None:
-        return (q - 1).mul_(slope).mul_(q)
+        return (q * q).sub_(q).mul_(slope)
     return (q * (s.sum(dim, keepdim=True) + slope)).sub_(slope).sub_(s, alpha=2).mul_(q).add_(s)
 
 

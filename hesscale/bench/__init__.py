@@ -1,0 +1,7 @@
+"""What a training step costs: whole steps, timed in turn, as ratios to torch's Adam in the same run."""
+
+from __future__ import annotations
+
+from .command import HELP, Settings, main, run
+
+__all__ = ["HELP", "Settings", "main", "run"]

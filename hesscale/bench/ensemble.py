@@ -1,0 +1,64 @@
+"""Members of an ensemble trained in one step, against single compiled runs in turn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import hesscale.func
+
+from .measure import Case, digits, interleave, quartiles, timed
+from .methods import COMPILED, METHODS, Step, loss_by
+from .workloads import WORKLOADS
+
+MEMBERS = 32
+METHOD, WORKLOAD = METHODS["adahesscale"], WORKLOADS["mlp-64"]
+WARM_UP = 4
+
+
+def ensemble_row(device: torch.device, *, rounds: int, block: float) -> dict[str, Any]:
+    """``ratio``: member-steps per second of an ensemble over those of single runs, round by round; median and quartiles.
+
+    The single runs in turn are as many steps of one network, whose numbers may stay in the cache: a hard measure.
+    """
+    together = Together(device)
+    alone = Step(METHOD, COMPILED, WORKLOAD.model(device), WORKLOAD.loss(), WORKLOAD.data(device))
+    for step in (together, alone):
+        for _ in range(WARM_UP):
+            step.run()
+    calls = max(1, round(block / timed(together.run, 1, device)))
+    times, errors = interleave([Case(together, calls), Case(alone, calls * MEMBERS)], rounds, device)
+    if errors:
+        return {"members": MEMBERS, "error": "; ".join(errors.values())}
+    return {
+        "members": MEMBERS,
+        "method": METHOD.name,
+        "ratio": quartiles(MEMBERS * one / whole for whole, one in zip(times[0], times[1], strict=True)),
+        "ran_as": " and ".join(sorted({together.ran_as, alone.ran_as})),
+        "ensemble_ms": [digits(value) for value in times[0]],
+        "single_ms": [digits(value) for value in times[1]],
+    }
+
+
+class Together:
+    """One step of all members, each with a seed, a batch and a step size of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        models = [WORKLOAD.model(device, seed) for seed in range(MEMBERS)]
+        optimizers = [METHOD.optimizer(model.parameters()) for model in models]
+        for k, optimizer in enumerate(optimizers):
+            optimizer.param_groups[0]["lr"] *= 1 + k / MEMBERS
+        batches = zip(*(WORKLOAD.data(device, seed) for seed in range(MEMBERS)), strict=True)
+        self.batch = [torch.stack(column) for column in batches]
+        self.step = hesscale.func.ensemble(models, loss_by(WORKLOAD.loss()), optimizers, cuda_graph=False)
+
+    def run(self) -> None:
+        self.step(*self.batch)
+
+    def rest(self) -> None:
+        """Nothing is held between blocks."""
+
+    @property
+    def ran_as(self) -> str:
+        return str(self.step.mode)

@@ -1,0 +1,244 @@
+"""Time and memory of steps: blocks of calls, one of every method in each round, in an order drawn anew."""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .methods import BASELINE, EAGER, GRAPH, MODES, LeftOut, Method, Step
+from .workloads import Workload
+
+MEASURED = "measured"  # the part of a profile that counts
+
+
+class Runnable(Protocol):
+    """What can be timed: one call of ``run`` is a step, and ``rest`` comes between blocks."""
+
+    @property
+    def run(self) -> Callable[[], Any]: ...
+
+    def rest(self) -> None: ...
+
+
+@dataclass
+class Case:
+    """Something to time, warmed up."""
+
+    step: Runnable
+    calls: int  # of one block
+    peak_bytes: int | None = None
+    ran_as: str = ""
+
+
+def prepare(workload: Workload, method: Method, mode: str, batch: tuple[Tensor, Tensor], *, block: float, limit: float) -> Case:
+    """Build and warm up; ``block`` is the seconds that a block of calls should take, ``limit`` the most that a step may."""
+    device = batch[0].device
+    ways: set[str] = set()
+
+    def warmed() -> Step:
+        if method.name in workload.left_out:
+            raise LeftOut(f"left out: {workload.left_out[method.name]}")
+        step = Step(method, mode, workload.model(device), workload.loss(), batch)
+        spent = timed(step.run, 1, device)
+        if spent > limit:
+            raise LeftOut(f"too slow: the first step took {spent:.1f} s, the limit is {limit:g} s")
+        for _ in range(3 * method.period + 1):
+            step.run()
+        return step
+
+    def period(step: Step) -> None:
+        for _ in range(method.period):
+            step.run()
+            ways.add(step.ran_as)
+
+    step, peak = with_peak(warmed, period, device, from_the_start=mode == GRAPH)
+    spent = min(timed(step.run, method.period, device) for _ in range(3))
+    calls = method.period * max(1, math.ceil(block / max(spent, 1e-9)))
+    own = None if peak is None else peak + sum(t.nbytes for t in batch)
+    return Case(step, calls, own, " and ".join(sorted(ways)))
+
+
+def timed(run: Callable[[], Any], calls: int, device: torch.device) -> float:
+    """Seconds that ``calls`` calls take, from an idle device to an idle device."""
+    wait(device)
+    start = time.perf_counter()
+    for _ in range(calls):
+        run()
+    wait(device)
+    return time.perf_counter() - start
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def with_peak(
+    build: Callable[[], Step], use: Callable[[Step], None], device: torch.device, *, from_the_start: bool
+) -> tuple[Step, int | None]:
+    """A step, and the most bytes of tensors that it, its model and its optimizer hold at once while it is used.
+
+    A CUDA graph allocates when it is captured and not when it runs: ``from_the_start`` counts that in.
+    """
+    gc.collect()
+    if device.type == "cuda":
+        wait(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        step = build()
+        if not from_the_start:
+            wait(device)
+            torch.cuda.reset_peak_memory_stats(device)
+        use(step)
+        wait(device)
+        return step, torch.cuda.max_memory_allocated(device) - before
+    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+    with silence():
+        profile.start()
+    try:
+        step = build()
+        with torch.profiler.record_function(MEASURED):
+            use(step)
+    finally:
+        with silence():
+            profile.stop()
+    return step, peak_of(profile)
+
+
+@contextmanager
+def silence() -> Iterator[None]:
+    """Nothing reaches standard error, where some builds of torch tell that a profiler starts and stops."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+def peak_of(profile: Any) -> int | None:
+    """The highest sum of the allocations so far, while the measured part ran; None if this torch does not tell."""
+    try:
+        events = profile.profiler.kineto_results.events()
+        begins = min(event.start_ns() for event in events if event.name() == MEASURED)
+        changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    except (AttributeError, ValueError):
+        return None
+    live, peak = 0, None
+    for moment, change in changes:
+        live += change
+        if moment >= begins:
+            peak = max(live, peak or 0)
+    return peak
+
+
+def interleave(
+    cases: Sequence[Case], rounds: int, device: torch.device, seed: int = 0
+) -> tuple[dict[int, list[float]], dict[int, str]]:
+    """Milliseconds a step by case and round; a case that fails is left out from there on, and its error comes back instead."""
+    order = random.Random(seed)
+    times: dict[int, list[float]] = {k: [] for k in range(len(cases))}
+    errors: dict[int, str] = {}
+    gc.collect()
+    gc.freeze()  # what is there already is not searched again in some method's block
+    try:
+        for _ in range(rounds):
+            for k in order.sample(sorted(times), len(times)):
+                try:
+                    times[k].append(1e3 * timed(cases[k].step.run, cases[k].calls, device) / cases[k].calls)
+                    cases[k].step.rest()
+                except Exception as error:
+                    errors[k] = message(error)
+                    del times[k]
+    finally:
+        gc.unfreeze()
+    return times, errors
+
+
+def quartiles(values: Iterable[float]) -> dict[str, float]:
+    """Median and quartiles, to five digits."""
+    values = list(values)
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+    return {"median": digits(middle), "q1": digits(low), "q3": digits(high)}
+
+
+def ratios(times: Sequence[float], base: Sequence[float] | None) -> dict[str, float] | None:
+    """Median and quartiles of the ratios round by round."""
+    return None if base is None else quartiles(a / b for a, b in zip(times, base, strict=True))
+
+
+def digits(value: float) -> float:
+    return float(f"{value:.5g}")
+
+
+def message(error: BaseException) -> str:
+    """The first line of an error that says something, not too long for a table."""
+    line = next((line for line in str(error).splitlines() if line.strip()), "")
+    text = f"{type(error).__name__}: {line}" if line and not isinstance(error, LeftOut) else line or type(error).__name__
+    return text if len(text) <= 200 else text[:199] + "…"
+
+
+def rows_of(
+    workload: Workload,
+    chosen: Sequence[tuple[Method, str]],
+    device: torch.device,
+    *,
+    rounds: int,
+    block: float,
+    limit: float,
+    say: Callable[[str], None],
+) -> list[dict[str, Any]]:
+    """One row for every method and mode: time, its ratios to Adam in the same mode and in eager, memory; or what went wrong."""
+    batch = workload.data(device)
+    rows: list[dict[str, Any]] = [{"method": method.name, "label": method.label, "mode": mode} for method, mode in chosen]
+    cases: dict[int, Case] = {}
+    for k, (method, mode) in enumerate(chosen):
+        start = time.perf_counter()
+        try:
+            cases[k] = prepare(workload, method, mode, batch, block=block, limit=limit)
+            text = f"ready in {time.perf_counter() - start:.1f} s, blocks of {cases[k].calls}"
+            if cases[k].ran_as != MODES[mode]:
+                text += f", runs as {cases[k].ran_as}"
+        except Exception as error:
+            text = rows[k]["error"] = message(error)
+        say(f"{workload.name}, {MODES[mode]}, {method.label}: {text}")
+    if not cases:
+        return rows
+    say(f"{workload.name}: {rounds} rounds of {len(cases)} blocks")
+    keys = list(cases)
+    times, errors = interleave([cases[k] for k in keys], rounds, device)
+    by_row = {keys[i]: found for i, found in times.items()}
+    for i, error_text in errors.items():
+        rows[keys[i]]["error"] = error_text
+        say(f"{workload.name}, {rows[keys[i]]['mode']}, {rows[keys[i]]['label']}: {error_text}")
+    base = {row["mode"]: k for k, row in enumerate(rows) if row["method"] == BASELINE and k in by_row}
+    for k, found in by_row.items():
+        case, row = cases[k], rows[k]
+        same = base.get(row["mode"])
+        adam_peak = None if same is None else cases[same].peak_bytes
+        row.update(
+            ms=quartiles(found),
+            ratio=ratios(found, None if same is None else by_row[same]),
+            ratio_to_eager_adam=ratios(found, by_row[base[EAGER]] if EAGER in base else None),
+            peak_bytes=case.peak_bytes,
+            memory_ratio=digits(case.peak_bytes / adam_peak) if case.peak_bytes and adam_peak else None,
+            ran_as=case.ran_as,
+            calls=case.calls,
+            times_ms=[digits(value) for value in found],
+        )
+    return rows

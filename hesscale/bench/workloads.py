@@ -1,0 +1,130 @@
+"""What is trained: networks, batches and losses, by name."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+CPU, CUDA = "cpu", "cuda"
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A network, one fixed batch of random numbers, and a loss."""
+
+    name: str
+    description: str
+    network: Callable[[], nn.Sequential]
+    inputs: tuple[int, ...]
+    outputs: int
+    batch: dict[str, int]  # by device type
+    loss: type[nn.Module] = nn.CrossEntropyLoss
+    devices: tuple[str, ...] = (CPU, CUDA)  # where it runs unless it is asked for by name
+    size: int | None = None  # what a sweep varies
+    left_out: dict[str, str] = field(default_factory=dict)  # methods that cannot be tried without harm, and why
+
+    def model(self, device: torch.device, seed: int = 0) -> nn.Sequential:
+        """The network of a seed. Xavier's weights keep signals in range at any depth."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = self.network()
+            for layer in model:
+                if isinstance(layer, nn.Linear | nn.Conv2d):
+                    nn.init.xavier_normal_(layer.weight)
+                    nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
+        return model.to(device)
+
+    def data(self, device: torch.device, seed: int = 0) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        size = self.batch[device.type]
+        x = torch.randn(size, *self.inputs, generator=generator, device=CPU)
+        if self.loss is nn.CrossEntropyLoss:
+            y = torch.randint(self.outputs, (size,), generator=generator, device=CPU)
+        else:
+            y = torch.randn(size, self.outputs, generator=generator, device=CPU)
+        return x.to(device), y.to(device)
+
+
+def mlp(inputs: int, width: int, layers: int, outputs: int) -> nn.Sequential:
+    sizes = [inputs, *[width] * layers]
+    hidden = [m for a, b in itertools.pairwise(sizes) for m in (nn.Linear(a, b), nn.Tanh())]
+    return nn.Sequential(*hidden, nn.Linear(width, outputs))
+
+
+def three_c_three_d(classes: int = 100) -> nn.Sequential:
+    """DeepOBS's 3C3D, with ELU: three convolutions and three dense layers for images of 32 × 32."""
+
+    def pool() -> nn.Module:
+        return nn.MaxPool2d(3, stride=2, ceil_mode=True)
+
+    return nn.Sequential(
+        *(nn.Conv2d(3, 64, 5), nn.ELU(), pool()),
+        *(nn.Conv2d(64, 96, 3), nn.ELU(), pool()),
+        *(nn.Conv2d(96, 128, 3, padding=1), nn.ELU(), pool()),
+        *(nn.Flatten(), nn.Linear(1152, 512), nn.ELU()),
+        *(nn.Linear(512, 256), nn.ELU(), nn.Linear(256, classes)),
+    )
+
+
+def both(size: int) -> dict[str, int]:
+    return {CPU: size, CUDA: size}
+
+
+LIST = [
+    Workload("mlp-64", "tanh MLP 64-64, 64 → 10", functools.partial(mlp, 64, 64, 2, 10), (64,), 10, both(64)),
+    Workload(
+        "mlp-64-rl", "tanh MLP 64-64, 17 → 6, squared error", functools.partial(mlp, 17, 64, 2, 6), (17,), 6, both(64), nn.MSELoss
+    ),
+    Workload("mlp-4x512", "tanh MLP 4×512, 784 → 10", functools.partial(mlp, 784, 512, 4, 10), (784,), 10, both(256)),
+    Workload("mlp-4x512-b1", "tanh MLP 4×512, 784 → 10", functools.partial(mlp, 784, 512, 4, 10), (784,), 10, both(1)),
+    Workload(
+        "mlp-16x512-b1",
+        "tanh MLP 16×512, 784 → 10",
+        functools.partial(mlp, 784, 512, 16, 10),
+        (784,),
+        10,
+        both(1),
+        devices=(CUDA,),
+    ),
+    Workload(
+        "mlp-4x4096",
+        "tanh MLP 4×4096, 784 → 10",
+        functools.partial(mlp, 784, 4096, 4, 10),
+        (784,),
+        10,
+        both(4096),
+        devices=(CUDA,),
+    ),
+    Workload(
+        "3c3d",
+        "3C3D with ELU, CIFAR-100",
+        three_c_three_d,
+        (3, 32, 32),
+        100,
+        {CPU: 32, CUDA: 1024},
+        left_out={"backpack-h": "asks for more than 60 GB at batch 32"},
+    ),
+]
+WORKLOADS = {workload.name: workload for workload in LIST}
+
+
+def sweep(kind: str) -> list[Workload]:
+    """The networks of the paper's Appendix D, one sample at a time, as in its authors' code."""
+    if kind == "outputs":
+        return [point(kind, n, functools.partial(mlp, 64, 512, 1, n), n) for n in (16, 32, 64, 128, 256, 512)]
+    return [point(kind, n, functools.partial(mlp, 64, 512, n, 100), 100) for n in (1, 2, 4, 8, 16, 32, 64, 128)]
+
+
+SWEEPS = {
+    "outputs": "one hidden layer of 512, 64 inputs, batch 1",
+    "layers": "hidden layers of 512, 64 inputs, 100 outputs, batch 1",
+}
+
+
+def point(kind: str, size: int, network: Callable[[], nn.Sequential], outputs: int) -> Workload:
+    return Workload(f"{kind}={size}", f"tanh MLP, {SWEEPS[kind]}", network, (64,), outputs, both(1), size=size)

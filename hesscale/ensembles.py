@@ -1,0 +1,241 @@
+"""Many models trained at once: one step, mapped over the members of an ensemble."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from .compiled import CompiledStep
+from .heads import Unsettled
+from .optim import CurvatureOptimizer
+from .options import number_dtype
+from .subject import CONSTANTS, Layout, Shape, Subject
+from .tracing import functional, trace
+
+
+def ensemble(
+    models: Sequence[nn.Module],
+    loss_fn: Callable[..., Tensor],
+    optimizers: Sequence[torch.optim.Optimizer],
+    *,
+    batch_dims: int | Sequence[int | None] | None = 0,
+    backend: str = "inductor",
+    cuda_graph: bool = True,
+    **options: Any,
+) -> Ensemble:
+    """A function ``step(*batch) -> losses`` that trains all models by one step each, in one compiled graph.
+
+    Member k becomes what :func:`hesscale.compile_step` would make of ``models[k]`` and ``optimizers[k]`` alone, but for random
+    numbers such as dropout's. Members have the same architecture and kind of optimizer; numbers among their options (step size,
+    trust radius, betas …) may differ, and change later. The models stay usable: their parameters and buffers, and the
+    optimizers' state, become views of tensors that hold those of all members.
+
+    A member whose gradients or curvature are not finite stands still for that step, whatever its ``on_nonfinite`` says; its
+    ``nonfinite_steps`` counts. The others go on.
+
+    Args:
+        models: one per member.
+        loss_fn: ``loss_fn(model, *batch) -> loss``, as for one model.
+        optimizers: one per member.
+        batch_dims: the dimension of the batch's tensors that numbers the members, or None for a tensor that all share; one for
+            each tensor, or one for all.
+        backend, cuda_graph, options: as in :func:`hesscale.compile_step`.
+
+    Example:
+        >>> import torch, hesscale
+        >>> models = [torch.nn.Linear(3, 1) for _ in range(4)]
+        >>> optimizers = [hesscale.AdaHesScale(m.parameters(), lr=lr) for m, lr in zip(models, (1e-3, 3e-3, 1e-2, 3e-2))]
+        >>> def loss_fn(model, x, y):
+        ...     return torch.nn.functional.mse_loss(model(x), y)
+        >>> step = hesscale.func.ensemble(models, loss_fn, optimizers, batch_dims=None, backend="traced")
+        >>> step(torch.ones(2, 3), torch.zeros(2, 1)).shape
+        torch.Size([4])
+    """
+    if not models or len(models) != len(optimizers):
+        raise ValueError(f"an ensemble has one optimizer per model, at least one; there are {len(models)} and {len(optimizers)}")
+    members = [Subject(model, loss_fn, optimizer, options) for model, optimizer in zip(models, optimizers, strict=True)]
+    return Ensemble(Members(members, batch_dims), backend, cuda_graph)
+
+
+class Ensemble(CompiledStep):
+    """A training step of many models; see :func:`ensemble`."""
+
+
+class Members:
+    """The members of an ensemble, as one subject whose tensors have a first dimension for the members."""
+
+    def __init__(self, members: list[Subject], batch_dims: int | Sequence[int | None] | None) -> None:
+        self.members, self.batch_dims = members, batch_dims
+        self.first = members[0]
+        self.keys: list[object] = []
+        self.stacks: list[Tensor] = []
+        self.stacked: Layout | None = None
+        self.addresses: list[list[int]] = []
+        self.states: list[object] = []  # kept, so that no other takes its address
+        self.columns: list[list[Any]] = []
+        self.number_stacks: list[Tensor] = []
+        for k, member in enumerate(members):
+            check_alike(self.first, member, k)
+            member.replaced = self.first.replaced
+            if isinstance(member.optimizer, CurvatureOptimizer):
+                member.optimizer.watch.on_nonfinite = "skip"
+        if len({id(p) for member in members for p in member.parameters()}) < len(members) * len(self.first.parameters()):
+            raise ValueError("two members share parameters; give each a model of its own")
+
+    def circumstances(self) -> tuple[object, ...]:
+        """Those of one member, once all options that differ between members are arguments of the graph."""
+        keys = [member.numbers.constants() for member in self.members]
+        if keys != self.keys:
+            self.unite()
+            self.keys = [member.numbers.key for member in self.members]
+        circumstances = self.first.circumstances()
+        training = [module.training for member in self.members for module in member.modules]
+        trained = [p.requires_grad for member in self.members for p in member.parameters()]
+        count = len(self.members)
+        if training != training[: len(training) // count] * count or trained != trained[: len(trained) // count] * count:
+            raise ValueError("the members are not all in the same mode: see model.training and requires_grad of the parameters")
+        return circumstances
+
+    def unite(self) -> None:
+        """Make arguments of all numbers that are arguments for some members or differ between them."""
+        numbers = [member.numbers for member in self.members]
+        options = self.first.numbers.options
+        differing = {option for known in numbers for option in options if known.options.get(option) != options[option]}
+        differing.update(*[known.changing for known in numbers])
+        for known in numbers:
+            known.take(known.options, differing)
+        for k, known in enumerate(numbers):
+            if known.key != self.first.numbers.key:
+                names = sorted({name for _, name, _ in differing if name != "lr"})
+                raise ValueError(
+                    f"member {k} has options that are no numbers and differ from member 0's, among {', '.join(names)}"
+                )
+
+    def obstacle(self) -> str:
+        check_equal("attributes or hooks", [member.circumstances()[2:] for member in self.members])
+        return next((reason for member in self.members if (reason := member.obstacle())), "")
+
+    def dims(self, tensors: Sequence[object]) -> list[int | None]:
+        """The dimension of each tensor of a batch that numbers the members."""
+        if not isinstance(self.batch_dims, Sequence):
+            return [self.batch_dims] * len(tensors)
+        if len(self.batch_dims) != len(tensors):
+            raise ValueError(f"batch_dims has {len(self.batch_dims)} entries for a batch of {len(tensors)} tensors")
+        return list(self.batch_dims)
+
+    def part(self, tensors: Sequence[Tensor], k: int) -> list[Tensor]:
+        """Member k's share of the tensors of a batch."""
+        return [t if dim is None else t.select(dim, k) for t, dim in zip(tensors, self.dims(tensors), strict=True)]
+
+    def step(self, batch: Sequence[Any]) -> tuple[Tensor, list[Tensor | None]]:
+        """One step of each member in turn."""
+        tensors, shape = Shape.of(batch)
+        if shape.obstacle and not tensors:
+            raise TypeError(shape.obstacle)
+        for tensor, dim in zip(tensors, self.dims(tensors), strict=True):
+            if dim is not None and not (-tensor.dim() <= dim < tensor.dim() and tensor.shape[dim] == len(self.members)):
+                raise ValueError(
+                    f"dimension {dim} of a tensor of shape {tuple(tensor.shape)} should number {len(self.members)} members; "
+                    "pass batch_dims=None for a batch that all share"
+                )
+        losses = [member.step(shape.batch(self.part(tensors, k)))[0] for k, member in enumerate(self.members)]
+        self.align()
+        self.addresses = []  # eager steps may leave tensors elsewhere
+        return torch.stack(losses), []
+
+    def align(self) -> None:
+        """Members that stood still count the step too, so that curvature is due for all at the same time."""
+        for i, group in enumerate(self.first.optimizer.param_groups):
+            if "step_count" in group:
+                count = max(member.optimizer.param_groups[i]["step_count"] for member in self.members)
+                for member in self.members:
+                    member.optimizer.param_groups[i]["step_count"] = count
+
+    def layout(self) -> Layout:
+        layouts = [member.layout() for member in self.members]
+        if any(as_sets(layout) != as_sets(layouts[0]) for layout in layouts):
+            raise Unsettled("the optimizers of the members hold different kinds of state")
+        return layouts[0]
+
+    def settle(self) -> bool:
+        moved = [member for member in self.members if member.settle()]
+        if moved:
+            self.addresses = []
+        return bool(moved)
+
+    def tensors(self, layout: Layout) -> list[Tensor]:
+        """Stacks of the members' tensors, of which these are views, and of the numbers that are arguments."""
+        if layout != self.stacked or self.addresses != [member.addresses() for member in self.members]:
+            rows = [member.own_tensors(layout) for member in self.members]
+            self.stacks = [torch.stack([tensor.detach() for tensor in column]) for column in zip(*rows, strict=True)]
+            for k, member in enumerate(self.members):
+                member.adopt(layout, [stack[k] for stack in self.stacks])
+            self.stacked, self.addresses = layout, [member.addresses() for member in self.members]
+            self.states = [member.optimizer.state for member in self.members]
+        return [*self.stacks, *self.numbers()]
+
+    def numbers(self) -> list[Tensor]:
+        columns = [[member.numbers.options[option] for member in self.members] for option in self.first.numbers.changing]
+        like = self.stacks[0]
+        if columns != self.columns or any(isinstance(column[0], Tensor) for column in columns):
+            found = [torch.tensor([float(value) for value in column], dtype=number_dtype(like)) for column in columns]
+            if len(found) != len(self.number_stacks):
+                self.number_stacks = [stack.to(like.device) for stack in found]
+            for held, stack in zip(self.number_stacks, found, strict=True):
+                held.copy_(stack)
+            self.columns = columns
+        return self.number_stacks
+
+    def trace(self, layout: Layout, shape: Shape, tensors: Sequence[Tensor]) -> GraphModule:
+        """The first member's step, mapped over all."""
+        own = len(tensors) - len(shape.tensors)
+        example = [*[tensor[0] for tensor in tensors[:own]], *self.part(tensors[own:], 0)]
+        graph = functional(trace(lambda *given: self.first.step_on(layout, shape, given), example), example)
+        dims = (*[0] * own, *self.dims(shape.tensors))
+        return trace(torch.func.vmap(graph, in_dims=dims, randomness="different"), tensors)
+
+    def note_step(self, etas: Sequence[Tensor]) -> None:
+        """Take note of a step that a graph has made; members that stood still in it count it too."""
+        parts = [eta.unbind() for eta in etas]
+        for k, member in enumerate(self.members):
+            member.note_step([part[k] for part in parts])
+        self.align()
+
+
+def as_sets(layout: Layout) -> object:
+    return {(i, frozenset(names)) for i, names in layout.state}, set(layout.counters)
+
+
+def check_alike(first: Subject, member: Subject, k: int) -> None:
+    """All members must do the same with tensors of the same shapes."""
+    kinds = [[type(module) for module in subject.modules] for subject in (first, member)]
+    tensors = [[place.get() for place in (*s.parameter_places, *s.buffer_places)] for s in (first, member)]
+    shapes = [[(t.shape, t.dtype, t.device) for t in own] for own in tensors]
+    if kinds[0] != kinds[1] or shapes[0] != shapes[1]:
+        raise ValueError(f"model {k} has another architecture than model 0, or its tensors other types")
+    if type(first.optimizer) is not type(member.optimizer) or group_places(first) != group_places(member):
+        raise ValueError(f"optimizer {k} is of another kind than optimizer 0, or has other groups of parameters")
+    ours, theirs = constants_of(first.optimizer), constants_of(member.optimizer)
+    if differing := sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)):
+        raise ValueError(f"member {k} has options that differ from member 0's but cannot: {', '.join(differing)}")
+
+
+def group_places(subject: Subject) -> list[list[int]]:
+    """Which parameters of the model each group has, by number."""
+    place = {id(p): i for i, p in enumerate(subject.parameters())}
+    return [sorted(place[id(p)] for p in group["params"]) for group in subject.optimizer.param_groups]
+
+
+def constants_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The options of an optimizer as a whole."""
+    return {name: value for name, value in vars(optimizer).items() if name[0] != "_" and isinstance(value, CONSTANTS)}
+
+
+def check_equal(what: str, found: list[Any]) -> None:
+    for k, value in enumerate(found):
+        if value != found[0]:
+            raise ValueError(f"member {k} has other {what} than member 0")

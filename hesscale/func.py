@@ -1,0 +1,367 @@
+"""Hessian diagonals of functions, for code in the style of ``torch.func``; and the training of many models at once."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial, wraps
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters, temporarily_clear_interpreter_stack
+from torch._guards import detect_fake_mode, tracing
+from torch._subclasses.fake_tensor import fake_tensor_tls
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from . import engine
+from .checks import check_choices, check_loss
+from .ensembles import Ensemble as Ensemble
+from .ensembles import ensemble as ensemble
+from .errors import CompileWarning
+from .heads import Unsettled
+from .tracing import CannotTrace, functional, trace
+
+MOST_RECORDS = 64
+ONLY_VMAP = "Hessian diagonals cannot be differentiated: of torch.func's transforms, vmap alone may stand around this function"
+ESCAPED = "it uses a tensor that vmap maps over, and that is not among its arguments: pass it as one"
+
+
+def grad_and_hess_diag(
+    fn: Callable[..., Any],
+    argnums: int | tuple[int, ...] = 0,
+    has_aux: bool = False,
+    *,
+    method: str = "hesscale",
+    head: str = "exact",
+    fallback: str = "error",
+    curvature_dtype: torch.dtype | None = None,
+) -> Callable[..., Any]:
+    """A function that returns the loss ``fn`` computes, its gradients and its Hessian diagonals.
+
+    ``(*args) -> (loss, grads, hess_diags)``, the last two shaped like the arguments that ``argnums`` names, which may be nested
+    dicts, lists and tuples of tensors; with ``has_aux``, ``fn`` returns ``(loss, aux)`` and this ``((loss, aux), grads,
+    hess_diags)``. No ``.grad`` is touched, and nothing that is returned has a graph: ``torch.func.grad`` of the result is
+    refused. ``torch.func.vmap``, ``functional_call`` and ``torch.compile`` work.
+
+    Under ``vmap`` and ``torch.compile``, ``fn`` is recorded once for each new set of shapes, and the record is run. All tensors
+    that it uses must then be among its arguments, and it must not look at their values. Numbers and flags in variables and
+    attributes that it refers to, such as ``model.training``, are noticed when they change; anything else is frozen.
+
+    Args:
+        fn: returns a scalar loss; the model's parameters are among its arguments.
+        argnums: which arguments to differentiate by; parameters that the loss does not depend on get zeros.
+        has_aux: ``fn`` returns something beside the loss.
+        method, head, fallback, curvature_dtype: as in :func:`hesscale.backward`.
+
+    Example:
+        >>> import torch
+        >>> from hesscale.func import grad_and_hess_diag
+        >>> def loss_fn(params, x):
+        ...     return (params["w"] * x).square().sum()
+        >>> params = {"w": torch.tensor([1.0, 2.0])}
+        >>> loss, grads, hess_diags = grad_and_hess_diag(loss_fn)(params, torch.tensor([3.0, 1.0]))
+        >>> loss, grads["w"], hess_diags["w"]
+        (tensor(13.), tensor([18.,  4.]), tensor([18.,  2.]))
+        >>> batches = torch.tensor([[3.0, 1.0], [0.0, 2.0]])
+        >>> torch.func.vmap(grad_and_hess_diag(loss_fn), in_dims=(None, 0))(params, batches)[2]["w"]
+        tensor([[18.,  2.],
+                [ 0.,  8.]])
+    """
+    options = {"method": method, "head": head, "fallback": fallback, "curvature_dtype": curvature_dtype}
+    check_choices(**options)
+    transform = Transform(fn, argnums, has_aux, options)
+    from torch._dynamo import disable, nonstrict_trace  # takes seconds to import
+
+    apply, near = disable(transform), transform.near
+
+    @nonstrict_trace
+    def call(seen: list[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        return apply(seen, args, kwargs)
+
+    @wraps(fn, updated=())
+    def transformed(*args: Any, **kwargs: Any) -> Any:
+        # what torch.compile sees read here, it looks at again before it uses what it compiled
+        seen = [cell.cell_contents for cell in near.cells]
+        seen += [holder.get(key) for holder, key in near.entries]
+        seen += [getattr(holder, name, None) for holder, name in near.attributes]
+        return call(seen, args, kwargs)
+
+    code = transformed.__code__.replace(co_name=transform.name)  # type: ignore[attr-defined]
+    transformed.__code__ = code  # type: ignore[attr-defined]  # its own, by which torch.compile keeps what it compiled
+    return transformed
+
+
+class Transform:
+    """A function to differentiate, and its records for vmap; see :func:`grad_and_hess_diag`."""
+
+    def __init__(self, fn: Callable[..., Any], argnums: int | tuple[int, ...], has_aux: bool, options: dict[str, Any]) -> None:
+        self.fn, self.argnums, self.has_aux, self.options = fn, argnums, has_aux, options
+        self.name = getattr(fn, "__name__", type(fn).__name__)
+        self.near = Near()
+        self.near.look_at(fn)
+        self.records: dict[object, tuple[GraphModule, pytree.TreeSpec]] = {}
+
+    def __call__(self, seen: list[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """As ``fn``, which refers to the values ``seen`` besides its arguments."""
+        around = {interpreter.key().name for interpreter in retrieve_all_functorch_interpreters()}
+        if not around and not is_traced():
+            return self.differentiate(args, kwargs)
+        try:
+            if around - {"Vmap"}:
+                raise RuntimeError(ONLY_VMAP)
+            return self.replay(seen, args, kwargs)
+        except Exception as error:
+            if is_traced():  # torch.compile keeps the reason to itself
+                warnings.warn(f"torch.compile leaves {self.name} to eager mode: {error}", CompileWarning, stacklevel=2)
+            raise
+
+    def differentiate(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The loss, its gradients and its Hessian diagonals, by the engine."""
+        places = self.places(len(args))
+        chosen, spec = pytree.tree_flatten([args[place] for place in places])
+        for leaf in chosen:
+            if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+                raise TypeError(f"{self.name_of(leaf, args)}; only floating point tensors can be differentiated by")
+        leaves = [leaf.detach().requires_grad_() for leaf in chosen]
+        given = list(args)
+        for place, value in zip(places, pytree.tree_unflatten(leaves, spec), strict=True):
+            given[place] = value
+        with torch.enable_grad():
+            result = self.fn(*given, **kwargs)
+        if self.has_aux and not (isinstance(result, (tuple, list)) and len(result) == 2):
+            raise TypeError("with has_aux=True, fn must return a pair (loss, aux)")
+        loss, aux = result if self.has_aux else (result, None)
+        check_loss(loss)
+        gradients, diagonals = engine.grad(loss, leaves, allow_unused=True, **self.options)
+        found = []
+        for tensors in (gradients, diagonals):
+            filled = [torch.zeros_like(p) if t is None else t for t, p in zip(tensors, chosen, strict=True)]
+            values = pytree.tree_unflatten(filled, spec)
+            found.append(values[0] if isinstance(self.argnums, int) else tuple(values))
+        loss, aux = pytree.tree_map_only(Tensor, torch.detach, (loss, aux))
+        return (loss, aux) if self.has_aux else loss, *found
+
+    def places(self, count: int) -> list[int]:
+        """Which of so many arguments to differentiate by."""
+        argnums = (self.argnums,) if isinstance(self.argnums, int) else self.argnums
+        places = [place + count if place < 0 else place for place in argnums]
+        if not places or len(set(places)) < len(places) or not all(0 <= place < count for place in places):
+            raise ValueError(f"argnums={self.argnums} must name different ones of the {count} positional arguments")
+        return places
+
+    def name_of(self, leaf: Any, args: Sequence[Any]) -> str:
+        """Where among the arguments a leaf is, and what."""
+        what = f"a tensor of {leaf.dtype}" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
+        paths, _ = pytree.tree_flatten_with_path([args[place] for place in self.places(len(args))])
+        first, *path = next(path for path, other in paths if other is leaf)
+        return f"argument {self.places(len(args))[first.idx]}{pytree.keystr(tuple(path))} is {what}"  # type: ignore[attr-defined]
+
+    def replay(self, seen: list[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The same by a record of it, which vmap can map and torch.compile can trace."""
+        flat, spec = pytree.tree_flatten((args, kwargs))
+        flat = [fixed(leaf) for leaf in flat]
+        tensors = [leaf for leaf in flat if isinstance(leaf, Tensor)]
+        key = (
+            spec,
+            tuple([layout_of(t) for t in tensors]),
+            tuple([known_by(fixed(leaf)) for leaf in (*flat, *seen) if not isinstance(leaf, Tensor)]),
+            torch.get_default_dtype(),
+            *[torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) for device in ("cpu", "cuda")],
+        )
+        if key not in self.records:
+            if len(self.records) >= MOST_RECORDS:
+                self.records.clear()
+            self.records[key] = self.record(flat, spec, tensors)
+        graph, structure = self.records[key]
+        with torch.no_grad(), without_autocast({t.device.type for t in tensors}):  # the record has its casts
+            return pytree.tree_unflatten(graph(*tensors), structure)
+
+    def record(self, flat: list[Any], spec: pytree.TreeSpec, tensors: list[Tensor]) -> tuple[GraphModule, pytree.TreeSpec]:
+        """What happens to one of those that vmap maps over, as a graph, and the structure of the outcome."""
+        structure = None
+
+        def flattened(*given: Tensor) -> list[Any]:
+            nonlocal structure
+            rest = iter(given)
+            args, kwargs = pytree.tree_unflatten([next(rest) if isinstance(leaf, Tensor) else leaf for leaf in flat], spec)
+            leaves, structure = pytree.tree_flatten(self.differentiate(args, kwargs))
+            return leaves
+
+        layouts = [layout_of(tensor) for tensor in tensors]
+        values = None if is_traced() else [first_of(tensor) for tensor in tensors]
+        with nothing_around():
+            samples = values or [torch.empty_strided(*where, dtype=dtype, device=device) for *where, dtype, device in layouts]
+            try:
+                if values is not None:  # to raise errors as they are, and to find out what a record must know
+                    with torch.random.fork_rng([value.device for value in values if value.is_cuda]):
+                        flattened(*[value.clone() for value in values])
+                graph = mappable(functional(trace(flattened, samples), samples))
+            except CannotTrace as error:
+                raise CannotTrace(f"under vmap and torch.compile, this function cannot be recorded: {error}") from error
+            except Unsettled as error:
+                raise Unsettled(f"{error}: call this function once without vmap and torch.compile, where it is curved") from error
+            except RuntimeError as error:
+                if "escaped from inside a function being vmapped" not in str(error):
+                    raise
+                raise CannotTrace(f"under vmap, this function cannot be recorded: {ESCAPED}") from error
+        assert structure is not None
+        return graph, structure
+
+
+def mappable(graph: GraphModule) -> GraphModule:
+    """The same graph, without what vmap cannot do or gets wrong."""
+    aten, add = torch.ops.aten, graph.graph.call_function
+    for node in list(graph.graph.nodes):
+        with graph.graph.inserting_before(node):
+            if node.target is aten.bernoulli.p:  # draws the same for all where its input, of which only the shape matters, is one
+                like = node.args[0].meta["val"]
+                kind = {"dtype": like.dtype, "device": like.device}
+                node.args = add(aten.empty.memory_format, (list(like.shape),), kind), *node.args[1:]
+            elif node.target is aten.slice_scatter.default and len(node.args) > 4:  # overflows at an end that is far out
+                x, y, dim, start, end, *step = node.args
+                node.args = x, y, dim, start, min(end, x.meta["val"].shape[dim]), *step
+            elif node.target is aten.index_fill.int_Tensor:  # fills in the last of many values where these alone are mapped
+                x, dim, index, value = node.args
+                places = [None] * (dim % max(x.meta["val"].dim(), 1)) + [index]
+                node.replace_all_uses_with(add(aten.index_put.default, (x, places, value)))
+                graph.graph.erase_node(node)
+            elif node.target is aten._cdist_backward.default:  # reads past the end of its inputs where g alone is mapped
+                g, x, y, p, distances = node.args
+                flag = add(aten.isnan.default, (add(aten.sum.default, (g,)),))
+                x, y, distances = (add(aten.where.self, (flag, value, value)) for value in (x, y, distances))
+                node.args = g, x, y, p, distances
+    graph.recompile()
+    return graph
+
+
+def is_traced() -> bool:
+    """Whether torch.compile or make_fx is recording."""
+    return detect_fake_mode() is not None or get_proxy_mode() is not None
+
+
+@contextlib.contextmanager
+def nothing_around() -> Iterator[None]:
+    """Outside of everything that maps or records."""
+    allowed = fake_tensor_tls.allow_non_fake_inputs_override  # torch.compile would take tensors from elsewhere for constants
+    fake_tensor_tls.allow_non_fake_inputs_override = None
+    try:
+        with temporarily_clear_interpreter_stack(), tracing(None), _disable_current_modes():
+            yield
+    finally:
+        fake_tensor_tls.allow_non_fake_inputs_override = allowed
+
+
+@contextlib.contextmanager
+def without_autocast(devices: Iterable[str]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for device in devices:
+            stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+def fixed(leaf: Any) -> Any:
+    """A number as it is now, where torch.compile would leave it open."""
+    kind = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}.get(type(leaf))
+    return leaf if kind is None else kind(leaf)
+
+
+def layout_of(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]:
+    shape, strides = [int(n) for n in tensor.shape], [int(n) for n in tensor.stride()]
+    return tuple(shape), tuple(strides), tensor.dtype, tensor.device
+
+
+def first_of(tensor: Tensor) -> Tensor:
+    """The first of the tensors that vmap maps over."""
+    dims = []
+    while torch._C._functorch.is_batchedtensor(tensor):
+        dims.append(torch._C._functorch.maybe_get_bdim(tensor))
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    with temporarily_clear_interpreter_stack():
+        for dim in reversed(dims):
+            tensor = tensor.select(dim, 0)
+        return tensor.detach()
+
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+MOST_ENTRIES = 64
+
+
+class Near:
+    """Variables and attributes with plain values that a function refers to, as far as they are near."""
+
+    def __init__(self) -> None:
+        self.cells: list[CellType] = []  # nonlocal variables
+        self.entries: list[tuple[dict[Any, Any], Any]] = []  # global variables, and what dicts hold
+        self.attributes: list[tuple[Any, str]] = []
+
+    def look_at(self, thing: Any, depth: int = 4) -> None:
+        parts: Sequence[Any] = ()
+        if isinstance(thing, nn.Module):
+            for module in thing.modules():
+                self.attributes += [(module, k) for k, v in vars(module).items() if isinstance(v, PLAIN) and k[0] != "_"]
+        elif isinstance(thing, MethodType):
+            parts = thing.__func__, thing.__self__
+        elif isinstance(thing, partial):
+            parts = thing.func, thing.args, thing.keywords
+        elif isinstance(thing, FunctionType):
+            parts = self.look_at_variables(thing)
+        elif isinstance(thing, dict):
+            self.entries += [(thing, k) for k, v in thing.items() if isinstance(v, PLAIN)][:MOST_ENTRIES]
+            parts = list(thing.values())[:MOST_ENTRIES]
+        elif isinstance(thing, (list, tuple)):
+            parts = thing[:MOST_ENTRIES]
+        elif hasattr(thing, "__dict__") and not isinstance(thing, (type, ModuleType)):
+            named = {**vars(type(thing)), **vars(thing)}
+            self.attributes += [(thing, k) for k, v in named.items() if isinstance(v, PLAIN) and k[:2] != "__"]
+            parts = [value for value in vars(thing).values() if isinstance(value, nn.Module)]
+        if depth:
+            for part in parts:
+                if not isinstance(part, PLAIN):
+                    self.look_at(part, depth - 1)
+
+    def look_at_variables(self, function: FunctionType) -> list[Any]:
+        """Take note of a function's variables that are not its own, and return their values."""
+        if function.__module__.partition(".")[0] in ("torch", "hesscale"):
+            return []
+        cells = [cell for cell in function.__closure__ or () if cell != CellType()]
+        names = {name for code in codes_of(function.__code__) for name in code.co_names} & function.__globals__.keys()
+        values = {name: function.__globals__[name] for name in sorted(names)}
+        self.cells += [cell for cell in cells if isinstance(cell.cell_contents, PLAIN)]
+        self.entries += [(function.__globals__, name) for name, value in values.items() if isinstance(value, PLAIN)]
+        return [*[cell.cell_contents for cell in cells], *values.values()]
+
+
+def codes_of(code: CodeType) -> Iterator[CodeType]:
+    """A function's code, and that of the functions it defines."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from codes_of(constant)
+
+
+def known_by(leaf: Any) -> object:
+    """A plain value as such, with its type; anything else by its identity, a module by its attributes too."""
+    if isinstance(leaf, PLAIN):
+        return type(leaf), leaf
+    near = Near()
+    near.look_at(leaf, 0)
+    return Same(leaf), *[known_by(getattr(holder, name, None)) for holder, name in near.attributes]
+
+
+class Same:
+    """Equal to the same object alone, which lives on."""
+
+    def __init__(self, thing: object) -> None:
+        self.thing = thing
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and self.thing is other.thing
+
+    def __hash__(self) -> int:
+        return id(self.thing)

@@ -1,0 +1,173 @@
+"""A function that runs the engine, as one flat graph of tensor operations with no autograd left in it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributions import Distribution
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from .heads import Unsettled
+
+
+class CannotTrace(RuntimeError):
+    """A function does something that no flat graph of tensor operations can hold."""
+
+
+def trace(function: Callable[..., Any], tensors: Sequence[Tensor]) -> GraphModule:
+    """Record what ``function(*tensors)`` does, in-place changes to its arguments included, without running it on real data.
+
+    Raises:
+        CannotTrace: where the function looks at values, or uses tensors that are not among its arguments.
+        Unsettled: where the engine has to see real numbers first.
+    """
+
+    def attentive(*given: Tensor) -> Any:
+        with Attentive():
+            return function(*given)
+
+    try:
+        with while_tracing():
+            graph = make_fx(attentive, tracing_mode="fake")(*[tensor.detach() for tensor in tensors])
+    except (Unsettled, CannotTrace):
+        raise
+    except Exception as error:  # of whatever kind: the same function has run on real tensors
+        raise CannotTrace(reason_of(error)) from error
+    for node in graph.graph.nodes:
+        if node.target is torch.ops.aten._local_scalar_dense.default:
+            raise CannotTrace(LOOKS)
+        if node.op == "get_attr" and not is_number(getattr(graph, node.target)):
+            raise CannotTrace(MAKES)
+    return graph
+
+
+def is_number(constant: Any) -> bool:
+    """Whether a constant of a graph is what ``torch.tensor(0.5)`` makes: as constant as the number 0.5 itself."""
+    return isinstance(constant, Tensor) and not isinstance(constant, FakeTensor) and constant.dim() == 0
+
+
+@contextlib.contextmanager
+def while_tracing() -> Iterator[None]:
+    """What must hold while a graph is recorded: hooks run in this thread, and nothing looks at values."""
+    validates = Distribution._validate_args
+    compiling = torch.compiler._is_compiling_flag
+    Distribution.set_default_validate_args(False)
+    torch.compiler._is_compiling_flag = True  # what torch's optimizers and ours ask before they look at a number
+    try:
+        with torch.autograd.set_multithreading_enabled(False), torch.no_grad():
+            yield
+    finally:
+        Distribution.set_default_validate_args(validates)
+        torch.compiler._is_compiling_flag = compiling
+
+
+ACCESS = {"__get__", "__set__", "__delete__"}  # of attributes, such as requires_grad
+
+
+class Attentive(TorchFunctionMode):
+    """Sees what a trace would miss, a look at a tensor from outside, and takes operators on lists of tensors apart.
+
+    vmap cannot map those, and TorchInductor does better without: what it makes of them is sometimes wrong on a GPU.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name: str = getattr(func, "__name__", "")
+        if name not in ACCESS and any(is_real(value) for value in pytree.tree_leaves((args, kwargs))):
+            raise CannotTrace(OUTSIDE)
+        if not name.startswith("_foreach_"):
+            return func(*args, **kwargs)
+        return apply_to_each(name.removeprefix("_foreach_"), *args, **kwargs)
+
+
+def is_real(value: Any) -> bool:
+    """Whether a value is a tensor with numbers in it, which does not belong into a trace."""
+    if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
+        return False
+    return not torch._C._functorch.is_functorch_wrapped_tensor(value)
+
+
+def apply_to_each(name: str, *args: Any, **kwargs: Any) -> list[Tensor] | None:
+    """A foreach operator by the one of its name for single tensors; what is no list is the same for all."""
+    in_place = name.endswith("_")
+    given = list(args)
+    if name.startswith(("addcmul", "addcdiv")) and len(given) == 4:
+        kwargs["value"] = given.pop()
+    elif name.startswith("lerp") and isinstance(given[2], Tensor):
+        given[2] = given[2].to(given[0][0].dtype)
+    operator = getattr(Tensor if in_place else torch, name, None) or functools.partial(written_back, name.removesuffix("_"))
+    count = next(len(arg) for arg in given if isinstance(arg, (list, tuple)))
+
+    def part(value: Any, i: int) -> Any:
+        return value[i] if isinstance(value, (list, tuple)) else value
+
+    results = [operator(*[part(arg, i) for arg in given], **{k: part(v, i) for k, v in kwargs.items()}) for i in range(count)]
+    return None if in_place else results
+
+
+def written_back(name: str, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return x.copy_(getattr(torch, name)(x, *args, **kwargs))
+
+
+def reason_of(error: Exception) -> str:
+    """In a line, why a function cannot be traced."""
+    text = f"{type(error).__name__}: {error}"
+    return next((reason for sign, reason in REASONS.items() if sign in text), text.partition("\n")[0])
+
+
+LOOKS = "it looks at the values of tensors, as `if loss > 1` or .item() do"
+OUTSIDE = "it uses a tensor that is neither in the model nor an argument: pass that to the step, or make it a buffer of the model"
+SIZED = "the shape of one of its tensors depends on values"
+MAKES = "it makes a tensor of data that no graph would read again: pass that to the step, or make it a buffer of the model"
+REASONS = {
+    "DataDependentOutputException": LOOKS,
+    "GuardOnDataDependentSymNode": LOOKS,
+    "DynamicOutputShapeException": SIZED,
+    "SymInt": SIZED,
+    "convert all Tensors to FakeTensors": OUTSIDE,
+    "fake mode": OUTSIDE,
+    "Cannot access data pointer": LOOKS,
+    "data is not allocated yet": LOOKS,
+    "Boolean value of Tensor": LOOKS,
+    ".numpy() is not supported": LOOKS,
+}
+
+
+def functional(graph: GraphModule, tensors: Sequence[Tensor]) -> GraphModule:
+    """The same graph, where in-place changes are left to copies into the arguments at its end: what vmap can map."""
+    with torch.no_grad():
+        pure = make_fx(torch.func.functionalize(graph), tracing_mode="fake")(*tensors)
+    for node in list(pure.graph.nodes):
+        if node.target is torch.ops.aten.detach.default:
+            node.replace_all_uses_with(node.args[0])
+        elif node.target is torch.ops.aten.copy.default and is_alike(*node.args[:2]):
+            node.replace_all_uses_with(node.args[1])
+    pure.graph.eliminate_dead_code()
+    pure.recompile()
+    return pure
+
+
+def is_alike(a: Any, b: Any) -> bool:
+    a, b = a.meta["val"], b.meta["val"]
+    return bool(a.shape == b.shape and a.dtype == b.dtype)
+
+
+def compile_graph(graph: GraphModule, tensors: Sequence[Tensor]) -> Callable[..., Any]:
+    """TorchInductor's code for a flat graph; random numbers are those of eager mode."""
+    from torch import _inductor
+
+    options: dict[str, Any] = {"fallback_random": True}
+    with torch.no_grad():
+        if tensors[0].is_cuda:
+            with contextlib.suppress(Exception):  # puts small kernels together, but not into every graph
+                return _inductor.compile(graph, list(tensors), options={**options, "combo_kernels": True})  # type: ignore[no-any-return]
+        return _inductor.compile(graph, list(tensors), options=options)  # type: ignore[no-any-return]
