@@ -125,14 +125,16 @@ class Graph:
         self.layout = Layout([], [])
         self.run: Callable[..., Sequence[Any]] | None = None
         self.kinds: list[object] = []  # of tensors that it was made for
-        self.addresses: list[int] = []
+        self.kept: list[Tensor] = []  # so that no other takes its place unseen
+        self.own: list[Tensor] = []  # the same without a graph, whose memory is kept too
+        self.glance: list[int] = []
         self.captured: Captured | None = None
 
     def __call__(self, batch: Sequence[Any], tensors: list[Tensor]) -> Tensor:
         self.calls += 1
         if self.calls == self.attempt:
             self.build(tensors)
-        own = None if self.run is None else self.own_tensors()
+        own = None if self.run is None else self.arguments()
         if own is None or self.run is None:
             return self.subject.step(batch)[0]
         with torch.no_grad(), torch._C._DisableAutocast():  # the graph holds the casts
@@ -143,23 +145,22 @@ class Graph:
         self.subject.note_step(etas)
         return loss
 
-    def own_tensors(self) -> list[Tensor] | None:
-        """The tensors that a step reads and changes; None, and back to the start, if the graph was not made for such."""
-        try:
-            own = self.subject.tensors(self.layout)
-            if self.addresses != [tensor.data_ptr() for tensor in own]:
-                self.subject.settle()
-                own = self.subject.tensors(self.layout)
-                self.captured, self.addresses = None, [tensor.data_ptr() for tensor in own]
-                if self.kinds != [kind_of(tensor.detach()) for tensor in own]:
-                    own = []
-        except KeyError:  # the optimizer's state is another one now
-            own = []
-        if own:
-            return own
-        self.mode, self.run, self.captured, self.addresses = "eager", None, None, []
-        self.calls, self.attempt = 1, 2
-        return None
+    def arguments(self) -> list[Tensor] | None:
+        """What a step reads and changes, but for the batch; None, and back to the start, if the graph was not made for such."""
+        if self.glance != self.subject.glance():
+            self.captured = None
+            self.subject.settle()
+            try:
+                self.kept = self.subject.own_tensors(self.layout)
+            except KeyError:  # the optimizer's state is another one now
+                self.kept = []
+            self.own = [tensor.detach() for tensor in self.kept]
+            self.glance = self.subject.glance()
+            if self.kinds != [kind_of(tensor) for tensor in self.own]:
+                self.mode, self.run, self.kept, self.own, self.glance = "eager", None, [], [], []
+                self.calls, self.attempt = 1, 2
+                return None
+        return [*self.own, *self.subject.number_tensors()]
 
     def build(self, tensors: list[Tensor]) -> None:
         """Trace the step and compile it, as far as that goes."""
@@ -171,9 +172,9 @@ class Graph:
         self.subject.settle()
         try:
             self.layout = self.subject.layout()
-            own = self.subject.tensors(self.layout)
+            own = self.subject.own_tensors(self.layout)
             self.kinds = [kind_of(tensor.detach()) for tensor in own]
-            arguments = [*own, *tensors]
+            arguments = [*own, *self.subject.number_tensors(), *tensors]
             graph = self.subject.trace(self.layout, self.shape, arguments)
         except Unsettled as error:
             self.attempt *= 2

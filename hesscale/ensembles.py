@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 from .compiled import CompiledStep
 from .heads import Unsettled
 from .optim import CurvatureOptimizer
-from .options import number_dtype
+from .options import Option, number_dtype
 from .subject import CONSTANTS, Layout, Shape, Subject
 from .tracing import functional, trace
 
@@ -74,10 +74,9 @@ class Members:
         self.keys: list[object] = []
         self.stacks: list[Tensor] = []
         self.stacked: Layout | None = None
-        self.addresses: list[list[int]] = []
+        self.seen: list[int] = []  # at a glance, when the stacks were made
         self.states: list[object] = []  # kept, so that no other takes its address
-        self.columns: list[list[Any]] = []
-        self.number_stacks: list[Tensor] = []
+        self.held: dict[Option, tuple[list[Any], Tensor]] = {}
         for k, member in enumerate(members):
             check_alike(self.first, member, k)
             member.replaced = self.first.replaced
@@ -144,7 +143,7 @@ class Members:
                 )
         losses = [member.step(shape.batch(self.part(tensors, k)))[0] for k, member in enumerate(self.members)]
         self.align()
-        self.addresses = []  # eager steps may leave tensors elsewhere
+        self.seen = []  # eager steps may leave tensors elsewhere
         return torch.stack(losses), []
 
     def align(self) -> None:
@@ -164,31 +163,38 @@ class Members:
     def settle(self) -> bool:
         moved = [member for member in self.members if member.settle()]
         if moved:
-            self.addresses = []
+            self.seen = []
         return bool(moved)
 
-    def tensors(self, layout: Layout) -> list[Tensor]:
-        """Stacks of the members' tensors, of which these are views, and of the numbers that are arguments."""
-        if layout != self.stacked or self.addresses != [member.addresses() for member in self.members]:
+    def glance(self) -> list[int]:
+        """Where the members' tensors are, except for single entries of an optimizer's state."""
+        return [seen for member in self.members for seen in member_glance(member)]
+
+    def own_tensors(self, layout: Layout) -> list[Tensor]:
+        """Stacks of the members' tensors, of which these are views."""
+        if layout != self.stacked or self.glance() != self.seen:
             rows = [member.own_tensors(layout) for member in self.members]
             self.stacks = [torch.stack([tensor.detach() for tensor in column]) for column in zip(*rows, strict=True)]
             for k, member in enumerate(self.members):
                 member.adopt(layout, [stack[k] for stack in self.stacks])
-            self.stacked, self.addresses = layout, [member.addresses() for member in self.members]
+            self.stacked, self.seen = layout, self.glance()
             self.states = [member.optimizer.state for member in self.members]
-        return [*self.stacks, *self.numbers()]
+        return self.stacks
 
-    def numbers(self) -> list[Tensor]:
-        columns = [[member.numbers.options[option] for member in self.members] for option in self.first.numbers.changing]
-        like = self.stacks[0]
-        if columns != self.columns or any(isinstance(column[0], Tensor) for column in columns):
-            found = [torch.tensor([float(value) for value in column], dtype=number_dtype(like)) for column in columns]
-            if len(found) != len(self.number_stacks):
-                self.number_stacks = [stack.to(like.device) for stack in found]
-            for held, stack in zip(self.number_stacks, found, strict=True):
-                held.copy_(stack)
-            self.columns = columns
-        return self.number_stacks
+    def number_tensors(self) -> list[Tensor]:
+        """For each option that is an argument, its numbers for all members, in a tensor that stays where it is."""
+        return [self.number_tensor(option) for option in self.first.numbers.changing]
+
+    def number_tensor(self, option: Option) -> Tensor:
+        values = [member.numbers.options[option] for member in self.members]
+        like = self.first.parameters()[0]
+        known, tensor = self.held.get(option, (None, None))
+        if tensor is None or known != values or isinstance(values[0], Tensor):
+            found = torch.tensor([float(value) for value in values], dtype=number_dtype(like), device=like.device)
+            is_new = tensor is None or (tensor.dtype, tensor.device) != (found.dtype, found.device)
+            tensor = found if is_new or tensor is None else tensor.copy_(found)
+            self.held[option] = values, tensor
+        return tensor
 
     def trace(self, layout: Layout, shape: Shape, tensors: Sequence[Tensor]) -> GraphModule:
         """The first member's step, mapped over all."""
@@ -204,6 +210,11 @@ class Members:
         for k, member in enumerate(self.members):
             member.note_step([part[k] for part in parts])
         self.align()
+
+
+def member_glance(member: Subject) -> list[int]:
+    buffers = [id(place.get()) for place in member.buffer_places]
+    return [id(member.optimizer.state), *[p.data_ptr() for p in member.parameters()], *buffers]
 
 
 def as_sets(layout: Layout) -> object:

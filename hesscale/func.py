@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial, wraps
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from functools import wraps
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters, temporarily_clear_interpreter_stack
 from torch._guards import detect_fake_mode, tracing
 from torch._subclasses.fake_tensor import fake_tensor_tls
@@ -25,6 +24,7 @@ from .ensembles import Ensemble as Ensemble
 from .ensembles import ensemble as ensemble
 from .errors import CompileWarning
 from .heads import Unsettled
+from .nearby import Near, known_by
 from .tracing import CannotTrace, functional, trace
 
 MOST_RECORDS = 64
@@ -201,7 +201,7 @@ class Transform:
                 if values is not None:  # to raise errors as they are, and to find out what a record must know
                     with torch.random.fork_rng([value.device for value in values if value.is_cuda]):
                         flattened(*[value.clone() for value in values])
-                graph = mappable(functional(trace(flattened, samples), samples))
+                graph = functional(trace(flattened, samples), samples)
             except CannotTrace as error:
                 raise CannotTrace(f"under vmap and torch.compile, this function cannot be recorded: {error}") from error
             except Unsettled as error:
@@ -212,32 +212,6 @@ class Transform:
                 raise CannotTrace(f"under vmap, this function cannot be recorded: {ESCAPED}") from error
         assert structure is not None
         return graph, structure
-
-
-def mappable(graph: GraphModule) -> GraphModule:
-    """The same graph, without what vmap cannot do or gets wrong."""
-    aten, add = torch.ops.aten, graph.graph.call_function
-    for node in list(graph.graph.nodes):
-        with graph.graph.inserting_before(node):
-            if node.target is aten.bernoulli.p:  # draws the same for all where its input, of which only the shape matters, is one
-                like = node.args[0].meta["val"]
-                kind = {"dtype": like.dtype, "device": like.device}
-                node.args = add(aten.empty.memory_format, (list(like.shape),), kind), *node.args[1:]
-            elif node.target is aten.slice_scatter.default and len(node.args) > 4:  # overflows at an end that is far out
-                x, y, dim, start, end, *step = node.args
-                node.args = x, y, dim, start, min(end, x.meta["val"].shape[dim]), *step
-            elif node.target is aten.index_fill.int_Tensor:  # fills in the last of many values where these alone are mapped
-                x, dim, index, value = node.args
-                places = [None] * (dim % max(x.meta["val"].dim(), 1)) + [index]
-                node.replace_all_uses_with(add(aten.index_put.default, (x, places, value)))
-                graph.graph.erase_node(node)
-            elif node.target is aten._cdist_backward.default:  # reads past the end of its inputs where g alone is mapped
-                g, x, y, p, distances = node.args
-                flag = add(aten.isnan.default, (add(aten.sum.default, (g,)),))
-                x, y, distances = (add(aten.where.self, (flag, value, value)) for value in (x, y, distances))
-                node.args = g, x, y, p, distances
-    graph.recompile()
-    return graph
 
 
 def is_traced() -> bool:
@@ -286,82 +260,3 @@ def first_of(tensor: Tensor) -> Tensor:
         for dim in reversed(dims):
             tensor = tensor.select(dim, 0)
         return tensor.detach()
-
-
-PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-MOST_ENTRIES = 64
-
-
-class Near:
-    """Variables and attributes with plain values that a function refers to, as far as they are near."""
-
-    def __init__(self) -> None:
-        self.cells: list[CellType] = []  # nonlocal variables
-        self.entries: list[tuple[dict[Any, Any], Any]] = []  # global variables, and what dicts hold
-        self.attributes: list[tuple[Any, str]] = []
-
-    def look_at(self, thing: Any, depth: int = 4) -> None:
-        parts: Sequence[Any] = ()
-        if isinstance(thing, nn.Module):
-            for module in thing.modules():
-                self.attributes += [(module, k) for k, v in vars(module).items() if isinstance(v, PLAIN) and k[0] != "_"]
-        elif isinstance(thing, MethodType):
-            parts = thing.__func__, thing.__self__
-        elif isinstance(thing, partial):
-            parts = thing.func, thing.args, thing.keywords
-        elif isinstance(thing, FunctionType):
-            parts = self.look_at_variables(thing)
-        elif isinstance(thing, dict):
-            self.entries += [(thing, k) for k, v in thing.items() if isinstance(v, PLAIN)][:MOST_ENTRIES]
-            parts = list(thing.values())[:MOST_ENTRIES]
-        elif isinstance(thing, (list, tuple)):
-            parts = thing[:MOST_ENTRIES]
-        elif hasattr(thing, "__dict__") and not isinstance(thing, (type, ModuleType)):
-            named = {**vars(type(thing)), **vars(thing)}
-            self.attributes += [(thing, k) for k, v in named.items() if isinstance(v, PLAIN) and k[:2] != "__"]
-            parts = [value for value in vars(thing).values() if isinstance(value, nn.Module)]
-        if depth:
-            for part in parts:
-                if not isinstance(part, PLAIN):
-                    self.look_at(part, depth - 1)
-
-    def look_at_variables(self, function: FunctionType) -> list[Any]:
-        """Take note of a function's variables that are not its own, and return their values."""
-        if function.__module__.partition(".")[0] in ("torch", "hesscale"):
-            return []
-        cells = [cell for cell in function.__closure__ or () if cell != CellType()]
-        names = {name for code in codes_of(function.__code__) for name in code.co_names} & function.__globals__.keys()
-        values = {name: function.__globals__[name] for name in sorted(names)}
-        self.cells += [cell for cell in cells if isinstance(cell.cell_contents, PLAIN)]
-        self.entries += [(function.__globals__, name) for name, value in values.items() if isinstance(value, PLAIN)]
-        return [*[cell.cell_contents for cell in cells], *values.values()]
-
-
-def codes_of(code: CodeType) -> Iterator[CodeType]:
-    """A function's code, and that of the functions it defines."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from codes_of(constant)
-
-
-def known_by(leaf: Any) -> object:
-    """A plain value as such, with its type; anything else by its identity, a module by its attributes too."""
-    if isinstance(leaf, PLAIN):
-        return type(leaf), leaf
-    near = Near()
-    near.look_at(leaf, 0)
-    return Same(leaf), *[known_by(getattr(holder, name, None)) for holder, name in near.attributes]
-
-
-class Same:
-    """Equal to the same object alone, which lives on."""
-
-    def __init__(self, thing: object) -> None:
-        self.thing = thing
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and self.thing is other.thing
-
-    def __hash__(self) -> int:
-        return id(self.thing)

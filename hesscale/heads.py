@@ -336,7 +336,9 @@ def random_vectors(like: Tensor, count: int, memory: TensorVerdict) -> tuple[Ten
     """Two tensors of shape (block, samples) with irregular entries in ±[½, 3⁄2], the same at every call."""
     known = None if torch.compiler.is_compiling() else memory.vectors
     if known is None or known[0].shape[0] != count or (known[0].dtype, known[0].device) != (like.dtype, like.device):
-        places = torch.arange(1, 2 * like.numel() + 1, dtype=torch.float32, device=like.device).view(2, count, like.numel() // max(count, 1))
+        places = torch.arange(1, 2 * like.numel() + 1, dtype=torch.float32, device=like.device).view(
+            2, count, like.numel() // max(count, 1)
+        )
         noise = places.sin() * 4e4
         first, second = (noise.frac() + noise.sign() / 2).to(like.dtype)
         known = first, second

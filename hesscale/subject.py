@@ -100,7 +100,9 @@ class Trained(Protocol):
     def note_step(self, etas: Sequence[Tensor]) -> None: ...
     def layout(self) -> Layout: ...
     def settle(self) -> bool: ...
-    def tensors(self, layout: Layout) -> list[Tensor]: ...
+    def glance(self) -> list[int]: ...
+    def own_tensors(self, layout: Layout) -> list[Tensor]: ...
+    def number_tensors(self) -> list[Tensor]: ...
     def trace(self, layout: Layout, shape: Shape, tensors: Sequence[Tensor]) -> GraphModule: ...
 
 
@@ -232,10 +234,17 @@ class Subject:
                 moved = moved or bool(on_host)
         return moved
 
-    def tensors(self, layout: Layout) -> list[Tensor]:
-        """All that a step reads: what it changes, and the numbers that are arguments."""
-        own = self.own_tensors(layout)
-        return [*own, *self.numbers.tensors(own[0])]
+    def glance(self) -> list[int]:
+        """What changes if a tensor is another one, or elsewhere in memory, as long as all that were there are kept."""
+        parameters = self.parameters()
+        kept = [entries.values() for entries in self.optimizer.state.values()]
+        buffers = [place.get() for place in self.buffer_places]
+        others = chain(parameters, buffers, *kept, counters_of(self.optimizer).values())
+        return [*[p.data_ptr() for p in parameters], *map(id, others)]
+
+    def number_tensors(self) -> list[Tensor]:
+        """The optimizer's numbers that are arguments of a step."""
+        return self.numbers.tensors(self.parameters()[0])
 
     def own_tensors(self, layout: Layout) -> list[Tensor]:
         """All that a step changes: parameters, buffers, the optimizer's state and its counters; KeyError if some are missing."""
@@ -260,13 +269,8 @@ class Subject:
         for name in layout.counters:
             counters[name] = next(given)
 
-    def addresses(self) -> list[int]:
-        """Where its tensors are, except for single entries of the optimizer's state."""
-        buffers = [id(place.get()) for place in self.buffer_places]
-        return [id(self.optimizer.state), *[p.data_ptr() for p in self.parameters()], *buffers]
-
     def trace(self, layout: Layout, shape: Shape, tensors: Sequence[Tensor]) -> GraphModule:
-        """The step as a graph over :meth:`tensors` and those of a batch, which returns the loss and η."""
+        """The step as a graph over own tensors, numbers and those of a batch, which returns the loss and η."""
         return trace(lambda *given: self.step_on(layout, shape, given), tensors)
 
     def step_on(self, layout: Layout, shape: Shape, given: Sequence[Tensor]) -> list[Tensor]:

@@ -82,7 +82,10 @@ class Attentive(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name: str = getattr(func, "__name__", "")
-        if name not in ACCESS and any(is_real(value) for value in pytree.tree_leaves((args, kwargs))):
+        values = pytree.tree_leaves((args, kwargs))
+        if any(isinstance(value, torch.Generator) for value in values):
+            raise CannotTrace(DRAWS)
+        if name not in ACCESS and any(is_real(value) for value in values):
             raise CannotTrace(OUTSIDE)
         if not name.startswith("_foreach_"):
             return func(*args, **kwargs)
@@ -126,6 +129,7 @@ def reason_of(error: Exception) -> str:
 
 LOOKS = "it looks at the values of tensors, as `if loss > 1` or .item() do"
 OUTSIDE = "it uses a tensor that is neither in the model nor an argument: pass that to the step, or make it a buffer of the model"
+DRAWS = "it draws from a generator of its own, which no graph can hold"
 SIZED = "the shape of one of its tensors depends on values"
 MAKES = "it makes a tensor of data that no graph would read again: pass that to the step, or make it a buffer of the model"
 REASONS = {
@@ -152,8 +156,35 @@ def functional(graph: GraphModule, tensors: Sequence[Tensor]) -> GraphModule:
         elif node.target is torch.ops.aten.copy.default and is_alike(*node.args[:2]):
             node.replace_all_uses_with(node.args[1])
     pure.graph.eliminate_dead_code()
-    pure.recompile()
-    return pure
+    return mappable(pure)
+
+
+def mappable(graph: GraphModule) -> GraphModule:
+    """The same graph, without what vmap cannot do or gets wrong; what depends on places in memory is refused."""
+    aten, add = torch.ops.aten, graph.graph.call_function
+    for node in list(graph.graph.nodes):
+        if "as_strided" in str(node.target):
+            raise CannotTrace("it uses as_strided, which depends on where its tensors lie in memory")
+        with graph.graph.inserting_before(node):
+            if node.target is aten.bernoulli.p:  # draws the same for all where its input, of which only the shape matters, is one
+                like = node.args[0].meta["val"]
+                kind = {"dtype": like.dtype, "device": like.device}
+                node.args = add(aten.empty.memory_format, (list(like.shape),), kind), *node.args[1:]
+            elif node.target is aten.slice_scatter.default and len(node.args) > 4:  # overflows at an end that is far out
+                x, y, dim, start, end, *step = node.args
+                node.args = x, y, dim, start, min(end, x.meta["val"].shape[dim]), *step
+            elif node.target is aten.index_fill.int_Tensor:  # fills in the last of many values where these alone are mapped
+                x, dim, index, value = node.args
+                places = [None] * (dim % max(x.meta["val"].dim(), 1)) + [index]
+                node.replace_all_uses_with(add(aten.index_put.default, (x, places, value)))
+                graph.graph.erase_node(node)
+            elif node.target is aten._cdist_backward.default:  # is wrong for all but the first where g alone is mapped
+                g, x, y, p, distances = node.args
+                flag = add(aten.isnan.default, (add(aten.sum.default, (g,)),))
+                x, y, distances = (add(aten.where.self, (flag, value, value)) for value in (x, y, distances))
+                node.args = g, x, y, p, distances
+    graph.recompile()
+    return graph
 
 
 def is_alike(a: Any, b: Any) -> bool:
