@@ -23,6 +23,7 @@ from .rules.registry import RuleFunction
 Spot = tuple[int, int]
 Names = Mapping[Any, Any] | Sequence[Any]
 MOST_BLUEPRINTS = 128
+MOST_RIDING = 2**16  # numbers in a tensor
 TRANSPOSE = RULES["TBackward0"]
 
 
@@ -150,7 +151,11 @@ class Blueprint:
     def waits_for_gradient(self, instruction: Instruction) -> bool:
         if instruction.function is None:
             return instruction.place in self.hooked_leaves  # these may clear the gradient that says whether there was one
-        return instruction.many or (instruction.bends and instruction.keeps_gradient)
+        return instruction.many or (instruction.bends and (instruction.keeps_gradient or self.is_large(instruction)))
+
+    def is_large(self, instruction: Instruction) -> bool:
+        """Whether riding would cost memory: curvature would run far ahead of the pass, which frees tensors on its way."""
+        return any(spot in self.targets and self.targets[spot].shape.numel() > MOST_RIDING for spot in instruction.spots)
 
 
 _blueprints: dict[object, Blueprint] = {}

@@ -77,12 +77,14 @@ def bench(
         record = run_bench(settings, lambda text: console.print(text, highlight=False, markup=False), "hesscale bench")
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    for workload in record["workloads"] if record else []:
+    if record is None:
+        return
+    for workload in record["workloads"]:
         table = Table(*HEADER, title=f"{workload['description']}, batch {workload['batch']}")
         for row in workload["rows"]:
-            table.add_row(*(cell.replace("[", r"\[") for cell in cells(row)))
+            table.add_row(*(cell.replace("[", r"\[") for cell in cells(row, record["machine"]["device"])))
         console.print(table)
-    if record and record["sweep"]:
+    if record["sweep"]:
         table = Table("method", "mode", "slope", "above Adam's", title=f"time against {record['sweep']}")
         for (method, mode), slope in slopes(record).items():
             above = "" if slope.above_adam is None else f"{slope.above_adam:+.3f}"

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from .errors import CompileWarning
 from .heads import Unsettled
-from .subject import Layout, Shape, Subject, Trained, kind_of
+from .shapes import Shape, kind_of
+from .subject import Layout, Subject, Trained
 from .tracing import CannotTrace, compile_graph
 
 BACKENDS = ("inductor", "traced", "eager")
@@ -37,9 +38,9 @@ def compile_step(
     seconds, and later ones are fast. Gradients do not pass through ``.grad``, which is None afterwards.
 
     Whatever is not a tensor is a constant of the graph: the step is compiled anew when the shapes of the batch, an option of the
-    optimizer other than its step size, or the model's training mode change. What ``loss_fn`` reads otherwise (attributes of the
-    model, global variables) is frozen. Where a step cannot be compiled, it is run as a graph that is not, or in eager mode, and
-    a :class:`hesscale.CompileWarning` says why.
+    optimizer other than its step size, attributes of the model, or plain values that ``loss_fn`` names change. What it reads in a
+    more roundabout way is frozen. Where a step cannot be compiled, it is run as a graph that is not, or in eager mode, and a
+    :class:`hesscale.CompileWarning` says why.
 
     Args:
         model: holds every parameter of the optimizer.
@@ -127,16 +128,22 @@ class Graph:
         self.kinds: list[object] = []  # of tensors that it was made for
         self.kept: list[Tensor] = []  # so that no other takes its place unseen
         self.own: list[Tensor] = []  # the same without a graph, whose memory is kept too
-        self.glance: list[int] = []
+        self.glance: list[object] = []
         self.captured: Captured | None = None
 
     def __call__(self, batch: Sequence[Any], tensors: list[Tensor]) -> Tensor:
         self.calls += 1
-        if self.calls == self.attempt:
+        is_new = self.calls == self.attempt
+        if is_new:
             self.build(tensors)
         own = None if self.run is None else self.arguments()
         if own is None or self.run is None:
-            return self.subject.step(batch)[0]
+            try:
+                return self.subject.step(batch)[0]
+            except Exception:
+                if is_new:  # what went wrong now went wrong in the trace as well: try again
+                    self.calls, self.attempt, self.reason = 0, 2, ""
+                raise
         with torch.no_grad(), torch._C._DisableAutocast():  # the graph holds the casts
             if self.cuda_graph and self.calls > self.attempt:
                 loss, *etas = self.replay(self.run, own, tensors)

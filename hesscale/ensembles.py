@@ -11,9 +11,11 @@ from torch.fx import GraphModule
 
 from .compiled import CompiledStep
 from .heads import Unsettled
+from .holdings import pointers
 from .optim import CurvatureOptimizer
 from .options import Option, number_dtype
-from .subject import CONSTANTS, Layout, Shape, Subject
+from .shapes import CONSTANTS, Shape
+from .subject import CIRCUMSTANCES, Layout, Subject
 from .tracing import functional, trace
 
 
@@ -71,33 +73,55 @@ class Members:
     def __init__(self, members: list[Subject], batch_dims: int | Sequence[int | None] | None) -> None:
         self.members, self.batch_dims = members, batch_dims
         self.first = members[0]
+        self.looks: list[int] = []  # how often each member has been looked at, when they were last compared
         self.keys: list[object] = []
         self.stacks: list[Tensor] = []
         self.stacked: Layout | None = None
-        self.seen: list[int] = []  # at a glance, when the stacks were made
-        self.states: list[object] = []  # kept, so that no other takes its address
+        self.seen: list[object] = []  # at a glance, when the stacks were made
         self.held: dict[Option, tuple[list[Any], Tensor]] = {}
-        for k, member in enumerate(members):
-            check_alike(self.first, member, k)
-            member.replaced = self.first.replaced
+        self.compare()
+        for member in members:
             if isinstance(member.optimizer, CurvatureOptimizer):
                 member.optimizer.watch.on_nonfinite = "skip"
-        if len({id(p) for member in members for p in member.parameters()}) < len(members) * len(self.first.parameters()):
+
+    def compare(self) -> None:
+        """All members must consist of the same, and share none of it."""
+        for k, member in enumerate(self.members):
+            check_alike(self.first, member, k)
+            member.replaced = self.first.replaced
+        if len({id(p) for member in self.members for p in member.trained}) < len(self.members) * len(self.first.trained):
             raise ValueError("two members share parameters; give each a model of its own")
+        self.looks, self.seen = [member.looks for member in self.members], []
 
     def circumstances(self) -> tuple[object, ...]:
         """Those of one member, once all options that differ between members are arguments of the graph."""
-        keys = [member.numbers.constants() for member in self.members]
+        found = [member.own_circumstances() for member in self.members]
+        if [looks for looks, *_ in found] != self.looks:
+            self.compare()
+        self.check_phases()
+        keys = [member.numbers.key for member in self.members]
         if keys != self.keys:
             self.unite()
             self.keys = [member.numbers.key for member in self.members]
-        circumstances = self.first.circumstances()
-        training = [module.training for member in self.members for module in member.modules]
-        trained = [p.requires_grad for member in self.members for p in member.parameters()]
-        count = len(self.members)
-        if training != training[: len(training) // count] * count or trained != trained[: len(trained) // count] * count:
-            raise ValueError("the members are not all in the same mode: see model.training and requires_grad of the parameters")
-        return circumstances
+            found = [member.own_circumstances() for member in self.members]
+        decisive = [circumstances[1:] for circumstances in found]
+        if decisive.count(decisive[0]) < len(decisive):
+            k = next(k for k, circumstances in enumerate(decisive) if circumstances != decisive[0])
+            raise ValueError(f"member {k} differs from member 0 in {difference(self.first, self.members[k])}")
+        for member in self.members:  # what is the same object is compared fast
+            member.constants, member.numbers.key = self.first.constants, self.first.numbers.key
+        return sum(self.looks), *self.first.circumstances()
+
+    def check_phases(self) -> None:
+        """Curvature must be due for all members at the same steps."""
+        every = getattr(self.first.optimizer, "curvature_every", 1)
+        if every > 1:
+            counts = [member.optimizer.param_groups[0]["step_count"] for member in self.members]
+            if k := next((k for k, count in enumerate(counts) if (count - counts[0]) % every), 0):
+                raise ValueError(
+                    f"member {k} has made {counts[k]} steps and member 0 {counts[0]}, so that curvature is not due for both at "
+                    f"the same steps (curvature_every={every}); load members together, or set step_count of their groups"
+                )
 
     def unite(self) -> None:
         """Make arguments of all numbers that are arguments for some members or differ between them."""
@@ -115,7 +139,6 @@ class Members:
                 )
 
     def obstacle(self) -> str:
-        check_equal("attributes or hooks", [member.circumstances()[2:] for member in self.members])
         return next((reason for member in self.members if (reason := member.obstacle())), "")
 
     def dims(self, tensors: Sequence[object]) -> list[int | None]:
@@ -166,8 +189,8 @@ class Members:
             self.seen = []
         return bool(moved)
 
-    def glance(self) -> list[int]:
-        """Where the members' tensors are, except for single entries of an optimizer's state."""
+    def glance(self) -> list[object]:
+        """Where the members' tensors are; their stacks are kept, so that no others come there."""
         return [seen for member in self.members for seen in member_glance(member)]
 
     def own_tensors(self, layout: Layout) -> list[Tensor]:
@@ -178,7 +201,6 @@ class Members:
             for k, member in enumerate(self.members):
                 member.adopt(layout, [stack[k] for stack in self.stacks])
             self.stacked, self.seen = layout, self.glance()
-            self.states = [member.optimizer.state for member in self.members]
         return self.stacks
 
     def number_tensors(self) -> list[Tensor]:
@@ -212,9 +234,8 @@ class Members:
         self.align()
 
 
-def member_glance(member: Subject) -> list[int]:
-    buffers = [id(place.get()) for place in member.buffer_places]
-    return [id(member.optimizer.state), *[p.data_ptr() for p in member.parameters()], *buffers]
+def member_glance(member: Subject) -> list[object]:
+    return [*map(Tensor.stride, member.trained), *pointers((*member.trained, *member.others()))]
 
 
 def as_sets(layout: Layout) -> object:
@@ -246,7 +267,9 @@ def constants_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {name: value for name, value in vars(optimizer).items() if name[0] != "_" and isinstance(value, CONSTANTS)}
 
 
-def check_equal(what: str, found: list[Any]) -> None:
-    for k, value in enumerate(found):
-        if value != found[0]:
-            raise ValueError(f"member {k} has other {what} than member 0")
+def difference(first: Subject, member: Subject) -> str:
+    """In which of the circumstances a member differs."""
+    ours, theirs = first.own_circumstances(), member.own_circumstances()
+    if first.constants != member.constants:
+        return next(name for name, a, b in zip(first.names, first.constants, member.constants, strict=True) if a != b)
+    return next(what for what, a, b in zip(CIRCUMSTANCES, ours, theirs, strict=False) if what and a != b)

@@ -24,11 +24,15 @@ from .ensembles import Ensemble as Ensemble
 from .ensembles import ensemble as ensemble
 from .errors import CompileWarning
 from .heads import Unsettled
-from .nearby import Near, known_by
-from .tracing import CannotTrace, functional, trace
+from .nearby import MOST_ENTRIES, Near, known_now, shown
+from .tracing import MAKES, OUTSIDE, CannotTrace, functional, trace
 
 MOST_RECORDS = 64
 ONLY_VMAP = "Hessian diagonals cannot be differentiated: of torch.func's transforms, vmap alone may stand around this function"
+ADVICE = {  # what to do about a tensor that a record cannot hold
+    OUTSIDE: "it uses a tensor that is not among its arguments: pass it as one",
+    MAKES: "it makes a tensor of data that the record would not read again: make it outside, and pass it as an argument",
+}
 ESCAPED = "it uses a tensor that vmap maps over, and that is not among its arguments: pass it as one"
 
 
@@ -50,8 +54,9 @@ def grad_and_hess_diag(
     refused. ``torch.func.vmap``, ``functional_call`` and ``torch.compile`` work.
 
     Under ``vmap`` and ``torch.compile``, ``fn`` is recorded once for each new set of shapes, and the record is run. All tensors
-    that it uses must then be among its arguments, and it must not look at their values. Numbers and flags in variables and
-    attributes that it refers to, such as ``model.training``, are noticed when they change; anything else is frozen.
+    that it uses must then be among its arguments, and it must not look at their values. What it refers to in variables and
+    attributes, such as ``model.training``, is noticed when it changes, as far as it is near; anything else is frozen, and where
+    the structure of the loss at the first sample does not hold for another, the diagonals of that one are NaN.
 
     Args:
         fn: returns a scalar loss; the model's parameters are among its arguments.
@@ -86,10 +91,12 @@ def grad_and_hess_diag(
 
     @wraps(fn, updated=())
     def transformed(*args: Any, **kwargs: Any) -> Any:
-        # what torch.compile sees read here, it looks at again before it uses what it compiled
-        seen = [cell.cell_contents for cell in near.cells]
-        seen += [holder.get(key) for holder, key in near.entries]
-        seen += [getattr(holder, name, None) for holder, name in near.attributes]
+        seen: list[Any] = []
+        if torch.compiler.is_dynamo_compiling():
+            seen += [shown(cell.cell_contents) for cell in near.cells]
+            seen += [shown(holder.get(key)) for holder, key in near.entries]
+            seen += [shown(getattr(holder, name, None)) for holder, name in near.attributes]
+            seen += [shown(value) for values in near.lists for value in values[:MOST_ENTRIES]]
         return call(seen, args, kwargs)
 
     code = transformed.__code__.replace(co_name=transform.name)  # type: ignore[attr-defined]
@@ -108,7 +115,7 @@ class Transform:
         self.records: dict[object, tuple[GraphModule, pytree.TreeSpec]] = {}
 
     def __call__(self, seen: list[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """As ``fn``, which refers to the values ``seen`` besides its arguments."""
+        """As ``fn``, which refers to the values ``seen`` besides its arguments, by what torch.compile knows."""
         around = {interpreter.key().name for interpreter in retrieve_all_functorch_interpreters()}
         if not around and not is_traced():
             return self.differentiate(args, kwargs)
@@ -170,7 +177,9 @@ class Transform:
         key = (
             spec,
             tuple([layout_of(t) for t in tensors]),
-            tuple([known_by(fixed(leaf)) for leaf in (*flat, *seen) if not isinstance(leaf, Tensor)]),
+            tuple([known_now(leaf, 0) for leaf in flat if not isinstance(leaf, Tensor)]),
+            known_now(self.fn),
+            tuple([fixed(leaf) for leaf in pytree.tree_leaves(seen)]),
             torch.get_default_dtype(),
             *[torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) for device in ("cpu", "cuda")],
         )
@@ -203,7 +212,8 @@ class Transform:
                         flattened(*[value.clone() for value in values])
                 graph = functional(trace(flattened, samples), samples)
             except CannotTrace as error:
-                raise CannotTrace(f"under vmap and torch.compile, this function cannot be recorded: {error}") from error
+                reason = ADVICE.get(str(error), str(error))
+                raise CannotTrace(f"under vmap and torch.compile, this function cannot be recorded: {reason}") from error
             except Unsettled as error:
                 raise Unsettled(f"{error}: call this function once without vmap and torch.compile, where it is curved") from error
             except RuntimeError as error:

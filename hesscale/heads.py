@@ -44,7 +44,7 @@ class TensorVerdict:
     """What is remembered of a doubtful tensor from step to step."""
 
     block: tuple[int, ...] | None = None  # the dimensions whose entries share second derivatives; the rest are samples
-    is_out_of_reach: bool = False  # the rules' value stands there
+    is_out_of_reach: bool = False  # the last pass in eager mode had to leave it to the rules
     vectors: tuple[Tensor, Tensor] | None = None  # kept where they are needed: bringing them to a GPU makes it wait
     news: tuple[Tensor, torch.cuda.Event, tuple[int, ...] | None] | None = None  # a check under way to the host
 
@@ -251,9 +251,9 @@ def hessian_diagonal(gradient: Tensor | None, edge: Edge, stops: set[Node], memo
     if gradient is None or not gradient.requires_grad:
         return Exact(torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device), 0)
     is_traced = torch.compiler.is_compiling()
-    if is_traced and memory.is_out_of_reach:
+    if is_traced and memory.is_out_of_reach and memory.block is None:
         return None
-    if is_traced and memory.block is None:
+    if is_traced and (memory.is_out_of_reach or memory.block is None):
         raise Unsettled("the structure of the loss at the model's outputs is found out by a pass in eager mode")
     if memory.block is None and is_once_differentiable(gradient):
         memory.is_out_of_reach = True
@@ -283,9 +283,13 @@ def hessian_diagonal(gradient: Tensor | None, edge: Edge, stops: set[Node], memo
             elif not at_once:
                 memory.tell(agreed, block, guesses)
             elif not agreed:
+                if not bool(product.isfinite().all()):  # of which nothing can be learnt
+                    return Exact(torch.full(shape, torch.nan, dtype=gradient.dtype, device=gradient.device), count)
                 continue
-        if at_once and bool(predicted.any()):
-            memory.block = block
+        if at_once:
+            memory.is_out_of_reach = False
+            if memory.block != block and bool(predicted.any() & predicted.isfinite().all()):
+                memory.block = block
         return Exact(unpermute(diagonal, shape, order).detach(), count)
     memory.is_out_of_reach = True
     warn(
@@ -323,7 +327,8 @@ def agree(product: Tensor, predicted: Tensor, magnitude: Tensor) -> Tensor:
     eps = torch.finfo(product.dtype).eps
     scale = magnitude + product.abs()
     relative = eps**0.5 if eps < 1e-4 else 4 * eps  # in half precision the root would hide too much
-    return ((predicted - product).abs() <= relative * scale + 8 * eps * scale.max()).all()
+    largest = scale.max() if scale.numel() else 0
+    return ((predicted - product).abs() <= relative * scale + 8 * eps * largest).all()
 
 
 def block_guesses(rank: int) -> list[tuple[int, ...]]:

@@ -1,62 +1,138 @@
-"""The plain values that a function refers to besides its arguments: a record of what it did goes stale when they change."""
+"""What a function refers to besides its arguments: a record of what it did goes stale when that changes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator
 from functools import partial
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 MOST_ENTRIES = 64
+LIBRARIES = {"torch", "hesscale", "numpy", *sys.stdlib_module_names}  # what stays as it is
 
 
 class Near:
-    """Variables and attributes with plain values that a function refers to, as far as they are near."""
+    """The places where a function finds values, as far as they are near: plain values there, and which objects."""
 
     def __init__(self) -> None:
         self.cells: list[CellType] = []  # nonlocal variables
-        self.entries: list[tuple[dict[Any, Any], Any]] = []  # global variables, and what dicts hold
+        self.entries: list[tuple[dict[Any, Any], Any]] = []  # global variables, what dicts hold, and modules in modules
         self.attributes: list[tuple[Any, str]] = []
+        self.lists: list[list[Any]] = []
+        self.names = {"__call__", "forward"}  # that stand in the functions met
+        self.met: set[int] = set()
 
     def look_at(self, thing: Any, depth: int = 4) -> None:
-        parts: Sequence[Any] = ()
+        things = [thing]
+        for _ in range(depth + 1):
+            parts = []
+            for part in sorted(things, key=lambda part: not isinstance(part, FunctionType)):  # these tell names
+                if id(part) not in self.met and not isinstance(part, (Tensor, *PLAIN)):
+                    self.met.add(id(part))
+                    parts += self.parts_of(part)
+            things = parts
+
+    def parts_of(self, thing: Any) -> list[Any]:
+        """Take note of the places in a thing, and return what to look at next."""
         if isinstance(thing, nn.Module):
-            for module in thing.modules():
-                self.attributes += [(module, k) for k, v in vars(module).items() if isinstance(v, PLAIN) and k[0] != "_"]
-        elif isinstance(thing, MethodType):
-            parts = thing.__func__, thing.__self__
-        elif isinstance(thing, partial):
-            parts = thing.func, thing.args, thing.keywords
-        elif isinstance(thing, FunctionType):
-            parts = self.look_at_variables(thing)
-        elif isinstance(thing, dict):
-            self.entries += [(thing, k) for k, v in thing.items() if isinstance(v, PLAIN)][:MOST_ENTRIES]
-            parts = list(thing.values())[:MOST_ENTRIES]
-        elif isinstance(thing, (list, tuple)):
-            parts = thing[:MOST_ENTRIES]
-        elif hasattr(thing, "__dict__") and not isinstance(thing, (type, ModuleType)):
+            return self.parts_of_modules(thing)
+        if isinstance(thing, MethodType):
+            return [thing.__func__, thing.__self__]
+        if isinstance(thing, partial):
+            return [thing.func, thing.args, thing.keywords]
+        if isinstance(thing, FunctionType):
+            return self.variables_of(thing)
+        if isinstance(thing, dict):
+            keys = list(thing)[:MOST_ENTRIES]
+            self.entries += [(thing, key) for key in keys]
+            return [thing[key] for key in keys]
+        if isinstance(thing, (list, tuple)):
+            if isinstance(thing, list):
+                self.lists.append(thing)
+            return list(thing[:MOST_ENTRIES])
+        if isinstance(thing, (type, ModuleType)):
+            return [] if is_of_a_library(thing) else self.named_in(thing)
+        if hasattr(thing, "__dict__"):
             named = {**vars(type(thing)), **vars(thing)}
             self.attributes += [(thing, k) for k, v in named.items() if isinstance(v, PLAIN) and k[:2] != "__"]
-            parts = [value for value in vars(thing).values() if isinstance(value, nn.Module)]
-        if depth:
-            for part in parts:
-                if not isinstance(part, PLAIN):
-                    self.look_at(part, depth - 1)
+            return [*self.objects_of(thing), type(thing)]
+        return []
 
-    def look_at_variables(self, function: FunctionType) -> list[Any]:
-        """Take note of a function's variables that are not its own, and return their values."""
-        if function.__module__.partition(".")[0] in ("torch", "hesscale"):
+    def parts_of_modules(self, root: nn.Module) -> list[Any]:
+        parts: list[Any] = []
+        for module in root.modules():
+            self.met.add(id(module))
+            self.attributes += [(module, k) for k, v in vars(module).items() if isinstance(v, PLAIN) and k[0] != "_"]
+            self.entries += [(module._modules, name) for name in module._modules]
+            parts += [*self.objects_of(module), type(module)]
+        return parts
+
+    def objects_of(self, thing: Any) -> list[Any]:
+        """What is in those of a thing's own attributes whose names were met."""
+        found = {k: v for k, v in vars(thing).items() if k in self.names and not isinstance(v, (Tensor, *PLAIN))}
+        self.attributes += [(thing, name) for name in found]
+        return list(found.values())
+
+    def named_in(self, thing: type | ModuleType) -> list[Any]:
+        """What a class or an imported module holds under names that were met."""
+        held: dict[str, Any] = {}
+        for holder in reversed(thing.__mro__) if isinstance(thing, type) else [thing]:
+            held.update({} if is_of_a_library(holder) else vars(holder))
+        found = {name: held[name] for name in sorted(held.keys() & self.names)}
+        self.attributes += [(thing, name) for name, value in found.items() if not isinstance(value, (*DESCRIPTORS, Tensor))]
+        return [behind(value) for value in found.values()]
+
+    def variables_of(self, function: FunctionType) -> list[Any]:
+        """A function's defaults, and the values of those of its variables that are not its own."""
+        if is_of_a_library(function):
             return []
+        words = names_in(function)
+        self.names |= words
         cells = [cell for cell in function.__closure__ or () if cell != CellType()]
-        names = {name for code in codes_of(function.__code__) for name in code.co_names} & function.__globals__.keys()
-        values = {name: function.__globals__[name] for name in sorted(names)}
-        self.cells += [cell for cell in cells if isinstance(cell.cell_contents, PLAIN)]
-        self.entries += [(function.__globals__, name) for name, value in values.items() if isinstance(value, PLAIN)]
-        return [*[cell.cell_contents for cell in cells], *values.values()]
+        values = {name: function.__globals__[name] for name in sorted(words & function.__globals__.keys())}
+        self.cells += [cell for cell in cells if not isinstance(cell.cell_contents, Tensor)]
+        self.entries += [(function.__globals__, k) for k, v in values.items() if not isinstance(v, (Tensor, ModuleType))]
+        self.attributes += [(function, k) for k in ("__defaults__", "__kwdefaults__") if getattr(function, k)]
+        defaults = function.__defaults__, function.__kwdefaults__
+        return [*defaults, *[cell.cell_contents for cell in cells], *values.values()]
+
+    def keep_named(self, function: Any) -> None:
+        """Of attributes and entries, forget those whose names do not stand in a function; and what is in lists."""
+        while isinstance(function, (partial, MethodType)):
+            function = function.func if isinstance(function, partial) else function.__func__
+        names = names_in(function) if isinstance(function, FunctionType) else set()
+        self.entries = [(holder, key) for holder, key in self.entries if key in names]
+        self.attributes = [(holder, k) for holder, k in self.attributes if k in names or holder is function]
+        self.lists = []
+
+    def values(self) -> tuple[object, ...]:
+        """What is there now, to compare with later."""
+        found = [known(cell.cell_contents) for cell in self.cells]
+        found += [known(holder.get(key)) for holder, key in self.entries]
+        found += [known(getattr(holder, name, None)) for holder, name in self.attributes]
+        found += [known(tuple(values[:MOST_ENTRIES])) for values in self.lists]
+        return tuple(found)
+
+
+DESCRIPTORS = (property, classmethod, staticmethod)
+
+
+def behind(value: Any) -> Any:
+    """The function of a descriptor; anything else as it is."""
+    if isinstance(value, property):
+        return value.fget
+    return value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
+
+
+def names_in(function: FunctionType) -> set[str]:
+    """The names and words that stand in a function, and in those that it defines."""
+    codes = codes_of(function.__code__)
+    return {name for code in codes for name in (*code.co_names, *code.co_consts) if isinstance(name, str)}
 
 
 def codes_of(code: CodeType) -> Iterator[CodeType]:
@@ -67,13 +143,35 @@ def codes_of(code: CodeType) -> Iterator[CodeType]:
             yield from codes_of(constant)
 
 
-def known_by(leaf: Any) -> object:
-    """A plain value as such, with its type; anything else by its identity, a module by its attributes too."""
-    if isinstance(leaf, PLAIN):
-        return type(leaf), leaf
+def is_of_a_library(thing: FunctionType | type | ModuleType) -> bool:
+    module = thing.__name__ if isinstance(thing, ModuleType) else thing.__module__
+    return str(module).partition(".")[0] in LIBRARIES
+
+
+def known_now(thing: Any, depth: int = 4) -> tuple[object, ...]:
+    """A thing, and all that is near it, to compare with later."""
     near = Near()
-    near.look_at(leaf, 0)
-    return Same(leaf), *[known_by(getattr(holder, name, None)) for holder, name in near.attributes]
+    near.look_at(thing, depth)
+    places = [key for _, key in (*near.entries, *near.attributes)]
+    return known(thing), tuple(places), near.values()
+
+
+def known(value: Any, depth: int = 2) -> object:
+    """A plain value as such, with its type; tuples by what they hold; anything else by its identity, but tensors not at all."""
+    if isinstance(value, PLAIN):
+        return type(value), value
+    if isinstance(value, tuple) and depth:
+        return type(value), *[known(part, depth - 1) for part in value]
+    return Tensor if isinstance(value, Tensor) else Same(value)
+
+
+def shown(value: Any, depth: int = 2) -> Any:
+    """A value such that torch.compile looks at it again before it uses what it compiled; an object by its identity."""
+    if isinstance(value, PLAIN):
+        return value
+    if isinstance(value, Tensor):
+        return None
+    return [shown(part, depth - 1) for part in value] if isinstance(value, tuple) and depth else id(value)
 
 
 class Same:

@@ -3,70 +3,45 @@
 from __future__ import annotations
 
 import contextlib
-import sys
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
-from enum import Enum
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
-from torch.utils import _pytree as pytree
+from torch.optim import optimizer as every_optimizer
 
 from .checks import check_loss
-from .heads import Unsettled
+from .holdings import (
+    OF_EVERY_MODULE,
+    OF_RECURRENT_LAYERS,
+    changes,
+    check_apart,
+    check_constant,
+    check_kept,
+    containers_of,
+    counters_of,
+    getter_of,
+    hooks_of,
+    is_box_of_constants,
+    is_constant,
+    is_like,
+    is_parallel,
+    known_as,
+    places_of,
+    pointers,
+    restore,
+    watched_attributes,
+    watched_options,
+    without_compiled_parts,
+)
+from .nearby import Near, Same
 from .optim import CurvatureOptimizer
-from .options import NO_OPTIONS, Numbers
+from .options import Numbers
+from .shapes import Shape
 from .tracing import CannotTrace, trace
-
-CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum)
-
-
-class Shape(NamedTuple):
-    """All of a batch but the values in its tensors."""
-
-    tensors: tuple[object, ...]
-    constants: tuple[object, ...]  # leaves that are no tensors, with their types; None where a tensor stands
-    spec: pytree.TreeSpec | None  # None for a plain sequence of tensors
-    obstacle: str  # why no graph can take such a batch
-
-    @staticmethod
-    def of(batch: Sequence[Any]) -> tuple[list[Tensor], Shape]:
-        tensors = [value for value in batch if isinstance(value, Tensor)]
-        spec: pytree.TreeSpec | None = None
-        constants: tuple[object, ...] = ()
-        if len(tensors) < len(batch):
-            leaves, spec = pytree.tree_flatten(batch)
-            if strangers := [leaf for leaf in leaves if not isinstance(leaf, (Tensor, *CONSTANTS))]:
-                reason = f"the batch holds a {type(strangers[0]).__name__}, which is neither a tensor nor a constant"
-                return [], Shape((), (), None, reason)
-            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-            constants = tuple([None if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves])
-        kinds = tuple([kind_of(tensor) for tensor in tensors])
-        return tensors, Shape(kinds, constants, spec, "" if None not in kinds else UNUSUAL)
-
-    def batch(self, tensors: Sequence[Tensor]) -> Sequence[Any]:
-        if self.spec is None:
-            return tensors
-        given = iter(tensors)
-        leaves = [next(given) if constant is None else constant[1] for constant in self.constants]  # type: ignore[index]
-        batch: Sequence[Any] = pytree.tree_unflatten(leaves, self.spec)
-        return batch
-
-
-UNUSUAL = "the batch holds a tensor that requires a gradient, or is sparse, nested, conjugated or of a class of its own"
-
-
-def kind_of(tensor: Tensor) -> tuple[object, ...] | None:
-    """What a graph is made for; None for tensors that are not plain data."""
-    if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
-        return None
-    if tensor.requires_grad or tensor.layout is not torch.strided or tensor.is_nested or tensor.is_conj() or tensor.is_neg():
-        return None
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 class Layout(NamedTuple):
@@ -74,21 +49,6 @@ class Layout(NamedTuple):
 
     state: list[tuple[int, tuple[str, ...]]]
     counters: list[str]
-
-
-class Place(NamedTuple):
-    """Where a model holds a tensor; one that it shares, in several places."""
-
-    entries: list[tuple[Any, Any]]  # a dict or a list, and where in it
-
-    def get(self) -> Tensor:
-        holder, name = self.entries[0]
-        tensor: Tensor = holder[name]
-        return tensor
-
-    def put(self, tensor: Tensor) -> None:
-        for holder, name in self.entries:
-            holder[name] = tensor
 
 
 class Trained(Protocol):
@@ -100,10 +60,21 @@ class Trained(Protocol):
     def note_step(self, etas: Sequence[Tensor]) -> None: ...
     def layout(self) -> Layout: ...
     def settle(self) -> bool: ...
-    def glance(self) -> list[int]: ...
+    def glance(self) -> list[object]: ...
     def own_tensors(self, layout: Layout) -> list[Tensor]: ...
     def number_tensors(self) -> list[Tensor]: ...
     def trace(self, layout: Layout, shape: Shape, tensors: Sequence[Tensor]) -> GraphModule: ...
+
+
+CIRCUMSTANCES = (
+    "",
+    "options",
+    "attributes",
+    "requires_grad of its parameters",
+    "hooks of the model",
+    "hooks of the optimizer",
+    "whether it uses curvature",
+)
 
 
 class Subject:
@@ -116,8 +87,13 @@ class Subject:
             raise TypeError(f"there is no option {', '.join(sorted(unknown))}")
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"the optimizer must be one of torch's or of hesscale.optim, not {type(optimizer).__name__}")
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise TypeError("LBFGS evaluates the loss many times in a step, by a closure; train with it in a loop of your own")
         self.model = getattr(model, "_orig_mod", model)  # what torch.compile hides
         self.loss_fn, self.optimizer, self.options = loss_fn, optimizer, options
+        self.near = Near()  # plain values that the loss refers to
+        self.near.look_at(loss_fn)
+        self.near.keep_named(loss_fn)
         self.numbers = Numbers(optimizer)
         if isinstance(optimizer, CurvatureOptimizer):
             optimizer.unpack()
@@ -125,42 +101,108 @@ class Subject:
         self.look()
 
     def look(self) -> None:
-        """See what the model consists of."""
+        """See what the model and the optimizer consist of."""
         self.looks += 1
-        self.modules = list(self.model.modules())
-        self.branches = [module._modules for module in self.modules if module._modules]
-        self.tree = [module for branch in self.branches for module in branch.values()]
-        self.hooks = [hooks for module in self.modules for hooks in hooks_of(module)]
-        self.attributes = [(module.__dict__, attribute_getter(module)) for module in self.modules]
+        named = list(self.model.named_modules())
+        self.modules = [module for _, module in named]
+        self.parts = [part.values() for module in self.modules for part in (module._modules, module._parameters)]
+        self.hooks = [*OF_EVERY_MODULE, *[hooks for module in self.modules for hooks in hooks_of(module)]]
+        self.dicts = [module.__dict__ for module in self.modules]
+        self.sizes = [len(attributes) for attributes in self.dicts]
+        self.buffers = [module._buffers.values() for module in self.modules]
+        watched = [(module.__dict__, watched_attributes(module)) for module in self.modules]
+        watched.append((self.optimizer.__dict__, watched_options(self.optimizer)))
+        self.getters = [(holder, getter_of(names)) for holder, names in watched]
+        paths = [f"{path}." if path else "" for path, _ in named]
+        self.names = [f"{path}{name}" for path, module in zip(paths, self.modules, strict=True) for name in module._buffers]
+        pairs = list(zip([*paths, "the optimizer's "], watched, strict=True))
+        self.names += [f"{path}{name}" for path, (_, names) in pairs for name in names]
+        values = [(f"{path}{name}", holder[name]) for path, (holder, names) in pairs for name in names]
+        boxes = [(name, box) for name, box in values if is_box_of_constants(box)]
+        self.names += [f"{name}[{key!r}]" for name, box in boxes for key in (box if isinstance(box, dict) else range(len(box)))]
+        self.boxes = [box.values() if isinstance(box, dict) else box for _, box in boxes]
         self.parameter_places, self.buffer_places = places_of(self.modules)
         self.parameter_entries = [place.entries[0] for place in self.parameter_places]
         self.replaced: set[int] = set()  # the buffers that the model replaces by others instead of changing them
         self.taken: dict[int, Tensor] = {}  # what is in their place, if it is the step's own
-        known = {id(p) for p in self.parameters()}
+        self.trained = self.parameters()
+        self.ids: list[int] = []  # of all that is held
+        self.pattern: list[object] = []
+        known = {id(p) for p in self.trained}
         if strangers := [p for group in self.optimizer.param_groups for p in group["params"] if id(p) not in known]:
             shapes = ", ".join(str(tuple(p.shape)) for p in strangers[:3])
             raise ValueError(f"{len(strangers)} parameters of the optimizer are not in the model, such as of shape {shapes}")
+        self.note(list(self.held()))
+
+    def held(self) -> Iterable[Any]:
+        """Modules and parameters by place, parameters by group; then buffers, attributes of modules, options of the optimizer."""
+        grouped = [group["params"] for group in self.optimizer.param_groups]
+        attributes = [getter(holder) for holder, getter in self.getters]
+        return chain.from_iterable([*self.parts, *grouped, *self.buffers, *attributes, *self.boxes])
+
+    def note(self, held: list[Any]) -> None:
+        values = held[-len(self.names) :]
+        self.kept, self.ids = held, [id(thing) for thing in held]  # kept, so that no other takes its address
+        self.pattern, self.constants = self.pattern_of(held), tuple([known_as(value) for value in values])
+
+    def pattern_of(self, held: list[Any]) -> list[object]:
+        """Which values are the same tensor, and which object the others are that are no constants; parts as they are."""
+        count = len(held) - len(self.names)
+        number = {id(p): i for i, p in enumerate(self.parameters())}
+
+        def kind(value: Any) -> object:
+            if isinstance(value, Tensor):
+                return number.setdefault(id(value), len(number))
+            return None if is_constant(value) else Same(value)
+
+        return [*map(Same, held[:count]), *map(kind, held[count:])]
 
     def parameters(self) -> list[Tensor]:
         return [holder[name] for holder, name in self.parameter_entries]
 
     def circumstances(self) -> tuple[object, ...]:
         """What is no tensor, and decides what a step does."""
-        if [module for branch in self.branches for module in branch.values()] != self.tree:
-            self.look()
-        optimizer, parameters = self.optimizer, self.parameters()
         return (
-            self.looks,
-            self.numbers.constants(),
-            tuple([getter(attributes) for attributes, getter in self.attributes]),
-            tuple([p.requires_grad for p in parameters]),
-            self.is_hooked(parameters),
-            bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks),
-            not isinstance(optimizer, CurvatureOptimizer) or optimizer.is_curvature_due,
+            *self.own_circumstances(),
+            self.near.values(),
             torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
             torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
             torch.get_default_dtype(),
         )
+
+    def own_circumstances(self) -> tuple[object, ...]:
+        """Those of the model and the optimizer; :data:`CIRCUMSTANCES` says what is what."""
+        try:
+            has_changed = [*map(id, self.held())] != self.ids or [*map(len, self.dicts)] != self.sizes
+        except KeyError:  # an attribute has gone
+            has_changed = True
+        if has_changed:
+            self.look_again()
+        optimizer, parameters = self.optimizer, self.trained
+        return (
+            self.looks,
+            self.numbers.constants(),
+            self.constants,
+            tuple([p.requires_grad for p in parameters]),
+            self.is_hooked(parameters),
+            self.has_step_hooks(),
+            not isinstance(optimizer, CurvatureOptimizer) or optimizer.is_curvature_due,
+        )
+
+    def look_again(self) -> None:
+        """Take note of other constants, and look anew at whatever else is not as it was."""
+        if [*map(len, self.dicts)] == self.sizes:
+            with contextlib.suppress(KeyError):
+                held = list(self.held())
+                if self.pattern_of(held) == self.pattern:
+                    self.note(held)
+                    return
+        self.look()
+
+    def has_step_hooks(self) -> bool:
+        optimizer = self.optimizer
+        own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+        return bool(own or every_optimizer._global_optimizer_pre_hooks or every_optimizer._global_optimizer_post_hooks)
 
     def is_hooked(self, parameters: list[Tensor]) -> bool:
         return any(self.hooks) or bool([p for p in parameters if p._backward_hooks or p._post_accumulate_grad_hooks])
@@ -168,7 +210,7 @@ class Subject:
     def obstacle(self) -> str:
         """Why a step cannot be traced, as far as is known beforehand."""
         optimizer, parameters = self.optimizer, self.parameters()
-        if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        if self.has_step_hooks():
             return "the optimizer has step hooks, which no graph would call"
         if self.is_hooked(parameters):
             return "the model or a parameter has hooks, which no graph would call"
@@ -182,6 +224,22 @@ class Subject:
 
     def step(self, batch: Sequence[Any]) -> tuple[Tensor, list[Tensor | None]]:
         """The loss, after one step of the optimizer on it, and the η of that step."""
+        result = self.take_step(batch)
+        with contextlib.suppress(KeyError):
+            held = list(self.held())
+            if [id(thing) for thing in held] != self.ids:
+                self.pardon(held)
+        return result
+
+    def pardon(self, held: list[Any]) -> None:
+        """Objects that the model itself makes anew at every step are no reason to look again."""
+        count, pattern = len(held) - len(self.names), self.pattern_of(held)
+        pairs = list(zip(pattern, self.pattern, strict=False))
+        others = [new == old or (type(new), type(old)) == (Same, Same) for new, old in pairs[count:]]
+        if len(pattern) == len(self.pattern) and pattern[:count] == self.pattern[:count] and all(others):
+            self.kept, self.pattern = held, pattern
+
+    def take_step(self, batch: Sequence[Any]) -> tuple[Tensor, list[Tensor | None]]:
         with torch.enable_grad(), without_compiled_parts():
             loss = self.loss_fn(self.model, *batch)
         check_loss(loss)
@@ -205,8 +263,13 @@ class Subject:
     def note_step(self, etas: Sequence[Tensor]) -> None:
         """Take note of a step that a graph has made."""
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers ask
+        held = [p for group in self.optimizer.param_groups for p in group["params"]]
         if isinstance(self.optimizer, CurvatureOptimizer):
+            if [p for p in held if p.grad is not None or getattr(p, "hess_diag", None) is not None]:
+                self.optimizer.zero_grad()
             self.optimizer.note_step(etas)
+        elif [p for p in held if p.grad is not None]:
+            self.optimizer.zero_grad()
 
     def layout(self) -> Layout:
         state = self.optimizer.state
@@ -234,13 +297,16 @@ class Subject:
                 moved = moved or bool(on_host)
         return moved
 
-    def glance(self) -> list[int]:
+    def glance(self) -> list[object]:
         """What changes if a tensor is another one, or elsewhere in memory, as long as all that were there are kept."""
-        parameters = self.parameters()
+        others = self.others()
+        return [*map(Tensor.stride, self.trained), *map(id, others), *pointers((*self.trained, *others))]
+
+    def others(self) -> list[Any]:
+        """Buffers, the optimizer's state and its counters."""
         kept = [entries.values() for entries in self.optimizer.state.values()]
         buffers = [place.get() for place in self.buffer_places]
-        others = chain(parameters, buffers, *kept, counters_of(self.optimizer).values())
-        return [*[p.data_ptr() for p in parameters], *map(id, others)]
+        return [*buffers, *chain.from_iterable(kept), *counters_of(self.optimizer).values()]
 
     def number_tensors(self) -> list[Tensor]:
         """The optimizer's numbers that are arguments of a step."""
@@ -250,7 +316,9 @@ class Subject:
         """All that a step changes: parameters, buffers, the optimizer's state and its counters; KeyError if some are missing."""
         own, state, counters = self.parameters(), self.optimizer.state, counters_of(self.optimizer)
         kept = [map(state[own[i]].__getitem__, names) for i, names in layout.state]
-        own += [place.get() for place in self.buffer_places]
+        buffers = [place.get() for place in self.buffer_places]
+        check_apart(own, buffers)
+        own += buffers
         own.extend(chain.from_iterable(kept))
         own += [counters[name] for name in layout.counters]
         return own
@@ -282,7 +350,7 @@ class Subject:
         counters = {name: next(remaining) for name in layout.counters}
         numbers = [next(remaining) for _ in self.numbers.changing]
         with self.optimizer_holds(parameters, state, counters, numbers), self.model_holds(parameters, buffers):
-            loss, etas = self.step(shape.batch(list(remaining)))
+            loss, etas = self.take_step(shape.batch(list(remaining)))
             return [loss, *[eta for eta in etas if eta is not None]]
 
     @contextlib.contextmanager
@@ -354,95 +422,3 @@ class Subject:
 
 
 IN_A_GRAPH = {"capturable": True, "foreach": True, "fused": False}
-
-
-def places_of(modules: list[nn.Module]) -> tuple[list[Place], list[Place]]:
-    """Where parameters are, and where buffers and other tensors are that modules hold in attributes."""
-    parameters: dict[int, Place] = {}
-    buffers: dict[int, Place] = {}
-    for module in modules:
-        holders: list[tuple[dict[int, Place], dict[str, Any]]]
-        holders = [(parameters, module._parameters), (buffers, module._buffers), (buffers, module.__dict__)]
-        for found, holder in holders:
-            for name, tensor in holder.items():
-                if isinstance(tensor, Tensor):
-                    known = parameters if id(tensor) in parameters else found
-                    known.setdefault(id(tensor), Place([])).entries.append((holder, name))
-    for module in modules:
-        for listed in [value for value in module.__dict__.values() if type(value) is list]:
-            for i, tensor in enumerate(listed):
-                if id(tensor) in parameters:
-                    parameters[id(tensor)].entries.append((listed, i))
-    return list(parameters.values()), list(buffers.values())
-
-
-def hooks_of(module: nn.Module) -> list[dict[int, Any]]:
-    return [module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks]
-
-
-def attribute_getter(module: nn.Module) -> Callable[[dict[str, Any]], object]:
-    """What reads the numbers and names among a module's attributes, ``training`` among them: constants of a graph."""
-    return itemgetter(*[name for name, value in module.__dict__.items() if isinstance(value, (bool, int, float, str))])
-
-
-def is_parallel(module: nn.Module) -> bool:
-    return isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel))
-
-
-def containers_of(module: nn.Module) -> list[Any]:
-    """The module's attributes, and those of them that are dicts, lists and deques."""
-    return [module.__dict__, *[value for value in module.__dict__.values() if isinstance(value, (dict, list, deque))]]
-
-
-OF_RECURRENT_LAYERS = {"_flat_weights", "_flat_weight_refs"}  # the parameters once more, which these look up themselves
-
-
-def changes(box: Any, before: Any) -> Iterator[str]:
-    """The names under which a dict holds something else than before, or that a list does."""
-    if isinstance(box, dict):
-        yield from [str(name) for name in {**before, **box} if box.get(name, before) is not before.get(name, before)]
-    elif len(box) != len(before) or any(a is not b for a, b in zip(box, before, strict=True)):
-        yield "entries of a list"
-
-
-def restore(box: Any, before: Any) -> None:
-    if any(True for _ in changes(box, before)):
-        box.clear()
-        box.update(before) if isinstance(box, dict) else box.extend(before)
-
-
-def is_like(tensor: Any, other: Tensor) -> bool:
-    return isinstance(tensor, Tensor) and (tensor.shape, tensor.dtype, tensor.device) == (other.shape, other.dtype, other.device)
-
-
-def without_compiled_parts() -> contextlib.AbstractContextManager[Any]:
-    """Parts of the model that are under torch.compile run as they were, so that their operators can be seen."""
-    if "torch._dynamo" not in sys.modules:
-        return contextlib.nullcontext()
-    return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
-
-
-def counters_of(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    return getattr(optimizer, "counters", {})
-
-
-def check_kept(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
-    """A step must have changed the tensors that it keeps in place, made no others, and counted in tensors alone."""
-    if len(found) != len(expected):
-        raise Unsettled("the optimizer has yet to make some of its state")
-    for now, before in zip(found, expected, strict=True):
-        for name in {**before, **now}:
-            value = now.get(name)
-            if name in before and not isinstance(before[name], Tensor) and not isinstance(value, Tensor):
-                if value != before[name]:
-                    raise CannotTrace(f"the optimizer keeps a changing {name} in its state that is no tensor")
-            elif value is not before.get(name):
-                raise Unsettled(f"the optimizer has yet to make its {name}, or makes it anew at every step")
-
-
-def check_constant(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
-    """A step must not have changed the optimizer's numbers."""
-    for now, before in zip(found, expected, strict=True):
-        for name in now.keys() - NO_OPTIONS:
-            if isinstance(now[name], (int, float)) and not isinstance(now[name], bool) and now[name] != before.get(name):
-                raise CannotTrace(f"the optimizer changes its {name} at every step")

@@ -83,6 +83,20 @@ def test_the_tables_go_between_the_marks_of_a_page(quick, tmp_path, capsys):
         report.insert(folder / "step_cost.md", "")
     with pytest.raises(ValueError, match="no records below"):
         report.load(tmp_path)
+    for text in ("{}", "[]", "{"):
+        (tmp_path / "stray.json").write_text(text, encoding="utf-8")
+        with pytest.raises(ValueError, match=r"stray\.json is (no record|not JSON)"):
+            report.load(tmp_path)
+
+
+def test_a_report_writes_the_pages_of_records_anew(quick, tmp_path):
+    _, record = quick
+    (tmp_path / "cpu").mkdir()
+    page = tmp_path / "page.md"
+    page.write_text(f"{report.BEGIN}\n{report.END}\n", encoding="utf-8")
+    (tmp_path / "cpu/run.json").write_text(json.dumps(record), encoding="utf-8")
+    bench.main(["--report", str(tmp_path), "--into", str(page)])
+    assert (tmp_path / "cpu/run.md").read_text(encoding="utf-8") == report.page(record, "run")
 
 
 def test_the_page_of_benchmarks_is_that_of_the_stored_records():
@@ -192,7 +206,7 @@ def test_a_compiled_step_is_asked_for_by_mode(monkeypatch):
     )
     assert [row["ran_as"] for row in rows] == ["eager", "traced"]
     assert rows[1]["ratio"]["median"] == 1 != rows[1]["ratio_to_eager_adam"]["median"]
-    assert "(ran as traced)" in report.workload_table({"rows": rows})
+    assert "(ran as traced)" in report.workload_table({"rows": rows}, "cpu")
     assert "ran as traced" in targets.doubts(rows[1])
 
 
@@ -404,6 +418,85 @@ def test_a_later_record_counts_and_failures_are_told():
     failed = record_with([{"method": "adahesscale", "mode": "eager", "error": "it broke"}])
     assert targets.judge(targets.TARGETS[0], [failed]).measured == "not measured: it broke"
 
+    found = targets.judge(targets.TARGETS[0], [late, failed])
+    assert (found.measured, found.reached) == ("1.00 (1.00–1.00); a later run failed: it broke", True)
+
+
+@pytest.mark.parametrize(("quantity", "mode"), [("ratio", "compiled"), ("ratio_to_eager_adam", "eager")])
+def test_an_adam_that_fell_back_is_no_measure(quantity, mode):
+    target = targets.Target("cpu", "mlp-64", "compiled", "adahesscale", 1.0, quantity)
+    rows = [measured("adam", "eager", 1), measured("adam", "compiled", 1), measured("adahesscale", "compiled", 0.5)]
+    assert targets.judge(target, [record_with(rows)]).reached is True
+    next(row for row in rows if row["method"] == "adam" and row["mode"] == mode)["ran_as"] = "traced"
+    found = targets.judge(target, [record_with(rows)])
+    assert (found.measured, found.reached) == ("0.50 (0.50–0.50); Adam (torch) ran as traced", None)
+
+
+class TestGaussNewton:
+    @staticmethod
+    def judge(*records):
+        return targets.judge_gauss_newton(targets.TARGETS[0], records)
+
+    def test_both_rows_are_of_one_run(self):
+        full, gn = measured("adahesscale", "eager", 2), measured("adahesscale-gn", "eager", 1)
+        assert self.judge(record_with([full]), record_with([gn])).measured == "not measured"
+        assert self.judge(record_with([full, gn]), record_with([measured("adahesscale-gn", "eager", 9)])).reached is True
+        assert self.judge(record_with([full, measured("adahesscale-gn", "eager", 1, times=40)])).reached is None
+
+    @pytest.mark.parametrize("which", [0, 1])
+    def test_neither_may_have_fallen_back(self, which):
+        rows = [measured("adahesscale", "eager", 2), measured("adahesscale-gn", "eager", 1)]
+        rows[which]["ran_as"] = "traced"
+        found = self.judge(record_with(rows))
+        assert found.reached is None
+        assert "ran as traced" in found.measured
+
+    def test_a_later_failure_is_told_beside_what_was_measured(self):
+        full, gn = measured("adahesscale", "eager", 2), measured("adahesscale-gn", "eager", 1)
+        failed = {"method": "adahesscale-gn", "mode": "eager", "error": "it broke"}
+        found = self.judge(record_with([full, gn]), record_with([full, failed]))
+        assert found.reached is True
+        assert found.measured.endswith("a later run failed: it broke")
+        assert self.judge(record_with([full, failed])).measured == "not measured: it broke"
+
+    def test_three_decimals(self):
+        rows = [measured("adahesscale", "eager", 1), measured("adahesscale-gn", "eager", 1.003)]
+        found = self.judge(record_with(rows))
+        assert found.reached is False
+        assert found.measured.startswith("1.003 (1.003–1.003); 1.00 to Adam meets")
+
+
+def test_what_is_printed_is_on_the_side_of_the_limit_that_was_judged():
+    for ratio, text, reached in (
+        (1.204, "1.204", False),
+        (1.2001, "1.2001", False),
+        (1.196, "1.20", True),
+        (1.21, "1.21", False),
+    ):
+        found = targets.judge(targets.TARGETS[0], [record_with([measured("adahesscale", "eager", ratio)])])
+        assert (found.measured, found.reached) == (f"{text} ({text}–{text})", reached)
+    ensemble = {"ratio": {"median": 3.996, "q1": 3.9, "q3": 4}, "ran_as": "compiled", "single_ms": [1] * 30}
+    found = targets.judge_ensemble([record_with([], ensemble=ensemble)])
+    assert (found.measured, found.reached) == ("3.996 (3.900–4.000)", False)
+
+
+def swept(sizes, above=0.0):
+    def row(method, slope, size):
+        spread = {"median": size**slope}
+        return {"method": method, "mode": "eager", "ms": spread, "ratio": spread}
+
+    points = [{"size": size, "rows": [row("adahesscale", above, size)]} for size in sizes]
+    return record_with([], sweep="layers", workloads=points)
+
+
+def test_a_slope_needs_four_sizes():
+    few, enough, steep = swept((1, 2, 4)), swept((1, 2, 4, 8)), swept((1, 2, 4, 8), 0.0502)
+    found, _ = targets.judge_sweep("layers", [few])
+    assert (found.measured, found.reached) == ("0.000, that is Adam's +0.000; 3 sizes, 4 are needed", None)
+    assert targets.judge_sweep("layers", [few, enough])[0].reached is True
+    found, _ = targets.judge_sweep("layers", [enough, steep, swept(())])
+    assert (found.measured, found.reached) == ("0.050, that is Adam's +0.0502", False)
+
 
 def test_too_few_rounds_are_not_judged():
     found = targets.judge(targets.TARGETS[0], [record_with([measured("adahesscale", "eager", 1.0, times=29)])])
@@ -451,6 +544,12 @@ def test_a_plan_names_everything_by_default():
     assert {name for name, mode in pairs if mode == "eager"} == set(METHODS)
     assert {name for name, mode in pairs if mode == "compiled"} == {name for name, m in METHODS.items() if not m.source}
     assert {mode for _, mode in command.plan(bench.Settings(device="cuda"))[0][1]} == {"eager", "compiled", "graph"}
+
+
+def test_devices_have_folders_of_their_own():
+    folders = [bench.Settings(device=device).folder for device in ("cpu", "cuda")]
+    assert folders == [Path("out/step_cost/cpu"), Path("out/step_cost/cuda")]
+    assert bench.Settings(device="cuda", out="here").folder == Path("here")
 
 
 def test_the_command_is_the_one_that_was_given():

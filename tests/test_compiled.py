@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributions import Categorical, Normal
 from torch.nn import functional as F
 from torch.optim import lr_scheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import hesscale
 from hesscale import compiled
@@ -390,6 +391,175 @@ def test_a_group_is_added():
     check_training(mlp(), batches(10), make, each=each)
 
 
+class Watched(nn.Module):
+    """Two layers alike, a pair of buffers, batch norm, and an attribute that may be anything."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("u", torch.ones(4))
+        self.register_buffer("v", torch.zeros(4))
+        self.v = self.u
+        self.factor = None
+
+    def forward(self, x):
+        factor = self.__dict__.get("factor", 2.0)
+        h = self.norm(torch.tanh(self.b(torch.tanh(self.a(x))))) * self.u + self.v
+        if isinstance(factor, (tuple, list)):
+            factor = factor[0]
+        elif isinstance(factor, dict):
+            factor = factor["f"]
+        return self.c(factor(h) if callable(factor) else h * (1 if factor is None else factor))
+
+
+def watched_groups(params):
+    params = list(params)
+    return ada([{"params": params[:4], "lr": 0.1}, {"params": params[4:], "lr": 0.001}], eps=1e-2)
+
+
+def unshare(model, _):
+    model.v = torch.full((4,), 7.0)
+
+
+def untie(model, optimizer):
+    del optimizer.state[model.b.weight]
+    model.b.weight = optimizer.param_groups[0]["params"][2] = nn.Parameter(model.a.weight.detach().clone())
+
+
+def swap_groups(_, optimizer):
+    one, other = optimizer.param_groups
+    one["params"], other["params"] = other["params"], one["params"]
+
+
+def tie(model, optimizer):
+    del optimizer.state[optimizer.param_groups[0]["params"].pop(2)]
+    model.b.weight = model.a.weight
+
+
+def replace_state(_, optimizer):
+    for entries in optimizer.state.values():
+        entries["exp_avg"].data = torch.zeros_like(entries["exp_avg"])
+
+
+CHANGES = {
+    "None to number": lambda model, _: setattr(model, "factor", 3.0),
+    "None to tuple": lambda model, _: setattr(model, "factor", (3.0,)),
+    "None to function": lambda model, _: setattr(model, "factor", torch.sigmoid),
+    "None to tensor": lambda model, _: setattr(model, "factor", torch.tensor(3.0)),
+    "deleted": lambda model, _: delattr(model, "factor"),
+    "added": lambda model, _: model.a.__setattr__("forward", lambda x: 2 * F.linear(x, model.a.weight)),
+    "a module in a leaf": lambda model, _: setattr(model.norm, "more", nn.Tanh()),
+    "shared buffers": unshare,
+    "memory of a buffer": lambda model, _: setattr(model.norm.running_mean, "data", torch.full((4,), 5.0)),
+    "memory of the state": replace_state,
+    "another parameter": untie,
+    "tied parameters": tie,
+    "groups": swap_groups,
+    "trust region": lambda _, optimizer: setattr(optimizer, "trust_region", "group"),
+    "dtype of the curvature": lambda _, optimizer: setattr(optimizer, "curvature_dtype", torch.float32),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_changes_are_seen(name):
+    def each(step, i):
+        if i == 4:
+            CHANGES[name](step.subject.model, step.subject.optimizer)
+
+    check_training(Watched(), batches(8), watched_groups, each=each)
+
+
+@pytest.mark.parametrize("factor", [[1.0], {"f": 1.0}], ids=["list", "dict"])
+def test_entries_of_lists_and_dicts_are_seen(factor):
+    def each(step, i):
+        if i == 4:
+            factor = step.subject.model.factor
+            factor[0 if isinstance(factor, list) else "f"] = 3.0
+
+    model = Watched()
+    model.factor = factor
+    check_training(model, batches(8), each=each)
+
+
+def test_a_parameter_of_the_optimizer_that_has_left_the_model():
+    step = two_of(mlp())[1]
+    train(step, batches(3))
+    weight = step.subject.model[0].weight
+    step.subject.model[0].weight = nn.Parameter(weight.detach().clone())
+    for _ in range(2):
+        with pytest.raises(ValueError, match="1 parameters of the optimizer are not in the model"):
+            train(step, batches(1))
+    step.subject.model[0].weight = weight
+    train(step, batches(2))
+    assert step.mode == "traced"
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_parameters_that_share_memory(later):
+    def share(model):
+        model.b.weight.data = model.a.weight.data
+
+    eager, other = two_of(Watched())
+    for step in (eager, other):
+        train(step, batches(3) if later else [])
+        share(step.subject.model)
+        with warnings.catch_warnings(record=True) as record:
+            warnings.simplefilter("always")
+            train(step, batches(4))
+    assert "share memory" in str(record[0].message)
+    check_equal(eager, other)
+    assert other.mode == "eager"
+
+
+def test_views_of_one_storage_that_do_not_overlap():
+    model = Watched()
+    whole = torch.stack([model.a.weight.detach(), model.b.weight.detach()])
+    model.a.weight.data, model.b.weight.data = whole
+    step = hesscale.compile_step(model, cross_entropy, ada(model.parameters()), backend="traced")
+    train(step, batches(3))
+    assert step.mode == "traced"
+
+
+def test_gradients_from_elsewhere_are_cleared():
+    step = two_of(mlp())[1]
+    train(step, batches(3))
+    hesscale.backward(cross_entropy(step.subject.model, *batches(1)[0]))
+    train(step, batches(1))
+    assert step.mode == "traced"
+    assert all(p.grad is None and p.hess_diag is None for p in step.subject.model.parameters())
+
+
+@pytest.mark.parametrize(
+    "register",
+    [nn.modules.module.register_module_forward_hook, register_optimizer_step_post_hook],
+    ids=["modules", "optimizers"],
+)
+def test_hooks_of_all_modules_or_optimizers(register):
+    calls = []
+    step = two_of(mlp())[1]
+    train(step, batches(3))
+    handle = register(lambda *_: calls.append(1))
+    try:
+        with pytest.warns(CompileWarning, match="hooks"):
+            train(step, batches(2))
+    finally:
+        handle.remove()
+    assert len(calls) >= 2
+    train(step, batches(2))
+    assert step.mode == "traced"
+
+
+def test_a_generator_that_is_set_later():
+    step = two_of(mlp(), hesscale.AdaHessian)[1]
+    train(step, batches(3))
+    generator = step.subject.optimizer.generator = torch.Generator()
+    before = generator.get_state()
+    with pytest.warns(CompileWarning, match="generator"):
+        train(step, batches(1))
+    assert not torch.equal(generator.get_state(), before)
+
+
 @pytest.mark.parametrize("make", [ada, torch.optim.SGD])
 def test_the_model_changes_its_type(make):
     def loss_fn(model, x, y):
@@ -518,6 +688,20 @@ def test_true_is_not_one():
         return cross_entropy(model, x, y) * (1 if flag is True else 2)
 
     check_training(mlp(), [(x, y, True if i % 2 else 1) for i, (x, y) in enumerate(batches(8))], loss_fn=loss_fn)
+
+
+def test_constants_that_are_equal_but_not_the_same():
+    def loss_fn(model, x, y, zero):
+        return cross_entropy(model, x, y) * (2 + torch.atan2(torch.tensor(zero), torch.tensor(-1.0)) / 4)
+
+    data = [(x, y, -0.0 if i % 2 else 0.0) for i, (x, y) in enumerate(batches(8))]
+    assert len(check_training(mlp(), data, loss_fn=loss_fn).graphs) == 2
+
+    def ignoring(model, x, y, _):
+        return cross_entropy(model, x, y)
+
+    data = [(x, y, float("nan")) for x, y in batches(4)]
+    assert len(check_training(mlp(), data, loss_fn=ignoring).graphs) == 1
 
 
 def test_many_kinds_of_batches():
@@ -666,20 +850,42 @@ class Keeping(nn.Module):
         return h
 
 
+class Box:
+    kept = None
+
+
 @pytest.mark.parametrize(
     ("keep", "saying"),
     [
-        (lambda module, h: setattr(module, "kept", h), "kept"),
         (lambda module, h: module.history.append(h), "a list"),
-        (lambda module, h: module.register_buffer("new", h), "new"),
+        (lambda module, h: module.log["h"].append(h), "a list"),
+        (lambda module, h: module.log.update(x=h), "x"),
+        (lambda module, h: setattr(module.box, "kept", h), "kept"),
+        (lambda module, h: setattr(module, "kept", [h]), "kept"),
     ],
-    ids=["attribute", "list", "buffer"],
+    ids=["list", "list in a dict", "dict", "object", "new list"],
 )
 def test_models_that_keep_tensors(keep, saying):
     """No stand-in stays in the model, and what it keeps is what it would."""
-    step = check_eager(Keeping(keep), batches(4), saying)
-    model = step.subject.model
-    assert all(type(t) in (nn.Parameter, torch.Tensor) for t in (model.kept, *model.history, *model.buffers()) if t is not None)
+    model = Keeping(keep)
+    model.log, model.box, model.kept = {"h": []}, Box(), []
+    model = check_eager(model, batches(4), saying).subject.model
+    kept = [*model.kept, *model.history, *model.log["h"], model.log.get("x"), model.box.kept]
+    assert {type(t) for t in kept if t is not None} == {torch.Tensor}
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [lambda module, h: setattr(module, "kept", h), lambda module, h: module.register_buffer("new", h)],
+    ids=["attribute", "buffer"],
+)
+def test_tensors_kept_in_one_place_are_buffers(keep):
+    eager, other = two_of(Keeping(keep))
+    for step in (eager, other):
+        train(step, batches(6))
+    check_equal(eager, other)
+    torch.testing.assert_close(other.subject.model.kept, eager.subject.model.kept, **CLOSE)
+    assert other.mode == "traced"
 
 
 @pytest.mark.parametrize("at", ["forward", "optimizer"])
@@ -867,6 +1073,8 @@ def test_wrong_arguments():
         hesscale.compile_step(model, cross_entropy, ada(mlp().parameters()))
     with pytest.raises(TypeError, match="the optimizer must be"):
         hesscale.compile_step(model, cross_entropy, model.parameters())
+    with pytest.raises(TypeError, match="LBFGS"):
+        hesscale.compile_step(model, cross_entropy, torch.optim.LBFGS(model.parameters()))
 
 
 def test_options_reach_the_engine():
@@ -974,3 +1182,78 @@ class TestCUDA:
                 single.subject.optimizer.param_groups[0]["lr"] *= 0.9
             torch.testing.assert_close(models[k].state_dict(), model.state_dict(), **CLOSE)
         assert step.mode == "compiled + CUDA graph"
+
+
+class TestSurroundings:
+    """Plain values that the loss names are constants of the graph, and a change makes a new one."""
+
+    @staticmethod
+    def model():
+        torch.manual_seed(0)
+        return nn.Linear(3, 1).double()
+
+    def check(self, loss_fn, change):
+        """Losses follow the change at once, in a graph."""
+        x = torch.ones(2, 3, dtype=torch.float64)
+        eager, traced = self.model(), self.model()
+        steps = [
+            hesscale.compile_step(m, loss_fn, hesscale.AdaHesScale(m.parameters(), lr=0.01), backend=backend)
+            for m, backend in ((eager, "eager"), (traced, "traced"))
+        ]
+        for i in range(9):
+            if i in (3, 6):
+                change(i)
+            expected, found = (step(x) for step in steps)
+            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
+        assert steps[1].mode == "traced"
+
+    def test_a_variable_around_it(self):
+        weight = 1.0
+
+        def loss_fn(model, x):
+            return weight * model(x).square().mean()
+
+        def change(i):
+            nonlocal weight
+            weight = float(i)
+
+        self.check(loss_fn, change)
+
+    def test_an_entry_of_a_dict(self):
+        settings = {"weight": 1.0, "unused": 0}
+
+        def loss_fn(model, x):
+            return settings["weight"] * model(x).square().mean()
+
+        self.check(loss_fn, lambda i: settings.update(weight=float(i)))
+
+    def test_an_attribute_of_whose_method_it_is(self):
+        class Trainer:
+            weight = 1.0
+            calls = 0
+
+            def loss(self, model, x):
+                return self.weight * model(x).square().mean()
+
+        trainer = Trainer()
+
+        def change(i):
+            trainer.weight = float(i)
+            trainer.calls += 1
+
+        self.check(trainer.loss, change)
+
+    def test_what_it_does_not_name_makes_no_new_graph(self):
+        class Trainer:
+            calls = 0
+
+            def loss(self, model, x):
+                return model(x).square().mean()
+
+        trainer, model = Trainer(), self.model()
+        optimizer = hesscale.AdaHesScale(model.parameters(), lr=0.01)
+        step = hesscale.compile_step(model, trainer.loss, optimizer, backend="traced")
+        for _ in range(5):
+            trainer.calls += 1
+            step(torch.ones(2, 3, dtype=torch.float64))
+        assert len(step.graphs) == 1

@@ -286,7 +286,7 @@ def test_models_that_are_not_alike():
 def test_attributes_that_are_not_alike():
     models, optimizers = pair()
     models[1][1].momentum = 0.5
-    with pytest.raises(ValueError, match="member 1 has other attributes"):
+    with pytest.raises(ValueError, match=r"member 1 differs from member 0 in 1\.momentum"):
         ensemble(models, loss_fn, optimizers, backend="traced")(*data(1, 2)[0])
 
 
@@ -296,8 +296,55 @@ def test_members_in_different_modes():
     for batch in data(3, 2):
         step(*batch)
     models[1].eval()
-    with pytest.raises(ValueError, match="not all in the same mode"):
+    with pytest.raises(ValueError, match="member 1 differs from member 0 in training"):
         step(*data(1, 2)[0])
+
+
+def swap_groups(optimizer):
+    one, other = optimizer.param_groups
+    one["params"], other["params"] = other["params"], one["params"]
+
+
+DIFFERENCES = {
+    "attribute": (lambda m, _: setattr(m[1], "momentum", 0.5), "member 2 differs from member 0 in 1.momentum"),
+    "module": (lambda m, _: m.__setitem__(2, nn.Sigmoid()), "model 2 has another architecture"),
+    "hook": (lambda m, _: m[2].register_forward_hook(lambda *_: None), "member 2 differs from member 0 in hooks of the model"),
+    "option": (lambda _, o: setattr(o, "curvature_dtype", torch.float32), "in the optimizer's curvature_dtype"),
+    "frozen": (lambda m, _: m[0].weight.requires_grad_(False), "in requires_grad"),
+    "groups": (lambda _, o: swap_groups(o), "optimizer 2 .* other groups"),
+    "steps": (lambda _, o: o.param_groups[0].update(step_count=7), "member 2 has made 7 steps and member 0 6"),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_members_that_become_different(name):
+    def make(params, k):
+        params = list(params)
+        return ada([{"params": params[:4]}, {"params": params[4:], "lr": 0.1}], curvature_every=2)
+
+    change, saying = DIFFERENCES[name]
+    runs = Runs(make).train(data(6)).check()
+    change(runs.models[2], runs.optimizers[2])
+    for _ in range(2):
+        with pytest.raises(ValueError, match=saying):
+            runs.step(*data(1)[0])
+
+
+CHANGES = {
+    "memory of a buffer": lambda m, _: setattr(m[1].running_mean, "data", torch.full((6,), 5.0)),
+    "an entry of the state": lambda m, o: o.state[m[0].weight].update(exp_avg=torch.ones(6, 4)),
+    "memory of the state": lambda m, o: setattr(o.state[m[0].weight]["exp_avg"], "data", torch.ones(6, 4)),
+    "no state": lambda _, o: o.state.clear(),
+    "no state of a parameter": lambda m, o: o.state.pop(m[0].weight),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_tensors_of_one_member_change(name):
+    runs = Runs(lambda p, k: ada(p, k, eps=1e-2)).train(data(4))
+    CHANGES[name](runs.models[2], runs.optimizers[2])
+    CHANGES[name](runs.steps[2].subject.model, runs.alone[2])
+    runs.train(data(4)).check()
 
 
 def test_one_model_twice():

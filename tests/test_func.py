@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from functools import partial
+from types import ModuleType
 
 import pytest
 import torch
@@ -55,6 +56,102 @@ def mlp():
 
 def tanh_loss(w, x):
     return torch.tanh(x @ w).square().sum()
+
+
+class Config:
+    """Settings in a class, and in its instances."""
+
+    k = 1.0
+
+
+def changes_of_a_class():
+    class Own(Config):
+        pass
+
+    return lambda w, x: Own.k * tanh_loss(w, x), lambda: setattr(Own, "k", Own.k + 1)
+
+
+def changes_of_an_imported_module():
+    config = ModuleType("config")
+    config.k = 1.0
+    return lambda w, x: config.k * tanh_loss(w, x), lambda: setattr(config, "k", config.k + 1)
+
+
+def changes_of_an_object_in_an_object():
+    config = Config()
+    config.sub = Config()
+    return lambda w, x: config.sub.k * tanh_loss(w, x), lambda: setattr(config.sub, "k", config.sub.k + 1)
+
+
+def changes_of_a_tuple():
+    config = Config()
+    config.k = (1.0, (2.0,))
+    return lambda w, x: config.k[1][0] * tanh_loss(w, x), lambda: setattr(config, "k", (1.0, (config.k[1][0] + 1,)))
+
+
+def changes_of_a_list():
+    factors = [1.0, 2.0]
+    return lambda w, x: factors[1] * tanh_loss(w, x), lambda: factors.__setitem__(1, factors[1] + 1)
+
+
+def changes_of_entries():
+    settings = {}
+    return lambda w, x: settings.get("k", 1.0) * tanh_loss(w, x), lambda: settings.update(k=settings.get("k", 1.0) + 1)
+
+
+def changes_of_defaults():
+    def loss_fn(w, x, k=1.0, *, power=2):
+        return k * torch.tanh(x @ w).pow(power).sum()
+
+    def change():
+        loss_fn.__defaults__ = (loss_fn.__defaults__[0] + 1,)
+        loss_fn.__kwdefaults__ = {"power": 4}
+
+    return loss_fn, change
+
+
+def changes_of_the_variable(*values):
+    """The loss is multiplied by what a nonlocal variable gives, which is bound to one value after the other."""
+    rest = iter(values)
+    value = next(rest)
+
+    def loss_fn(w, x):
+        factor = value["k"] if isinstance(value, dict) else value(1.0) if callable(value) else value.k
+        return factor * tanh_loss(w, x)
+
+    def change():
+        nonlocal value
+        value = next(rest)
+
+    return loss_fn, change
+
+
+def changes_of_an_instance():
+    configs = [Config() for _ in range(3)]
+    for i, config in enumerate(configs):
+        config.k = 1.0 + i
+    return changes_of_the_variable(*configs)
+
+
+def changes_of_a_submodule():
+    model = nn.Sequential(nn.Identity(), nn.Tanh())
+    others = iter([nn.Sigmoid(), nn.Softplus()])
+    return lambda w, x: model(x @ w).square().sum(), lambda: model.__setitem__(1, next(others))
+
+
+CHANGES = {
+    "a class": changes_of_a_class,
+    "an imported module": changes_of_an_imported_module,
+    "an object in an object": changes_of_an_object_in_an_object,
+    "a tuple": changes_of_a_tuple,
+    "a list": changes_of_a_list,
+    "a new entry": changes_of_entries,
+    "default arguments": changes_of_defaults,
+    "another dict": lambda: changes_of_the_variable({"k": 1.0}, {"k": 2.0}, {"k": 3.0}),
+    "another function": lambda: changes_of_the_variable(lambda v: v, lambda v: 2 * v, lambda v: 3 * v),
+    "another object": changes_of_an_instance,
+    "another submodule": changes_of_a_submodule,
+}
 
 
 class TestAlone:
@@ -356,6 +453,32 @@ class TestVmap:
                         assert_same(run(w, x)[2], seen[-1])
         assert len({tuple(diagonal.flatten().tolist()) for diagonal in seen}) == 8
 
+    @pytest.mark.parametrize("where", CHANGES)
+    def test_what_is_around_is_noticed(self, where):
+        w, x = torch.randn(4, 2), torch.randn(3, 4)
+        loss_fn, change = CHANGES[where]()
+        transform = grad_and_hess_diag(loss_fn)
+        mapped, run = vmap(transform, (None, 0)), compiled(transform)
+        before = transform(w, x)
+        for i in range(3):
+            assert_same(part(mapped(w, x), 1), transform(w, x[1]))
+            if where != "a new entry":
+                assert_same(run(w, x), transform(w, x))
+            if i < 2:
+                change()
+        assert transform(w, x)[0] != before[0]
+
+    def test_what_stays_is_recorded_once(self, monkeypatch):
+        made = []
+        record = func.Transform.record
+        monkeypatch.setattr(func.Transform, "record", lambda self, *rest: made.append(self) or record(self, *rest))
+        w, x = torch.randn(4, 2), torch.randn(3, 4)
+        for make in CHANGES.values():
+            mapped = vmap(grad_and_hess_diag(make()[0]), (None, 0))
+            for _ in range(3):
+                mapped(w, x)
+        assert len(made) == len(CHANGES)
+
     def test_arguments_that_are_no_tensors(self):
         w, x = torch.randn(4, 2), torch.randn(3, 4)
 
@@ -386,8 +509,11 @@ class TestVmap:
         scale.mul_(2)
         assert transform(w, x)[0] != before
         for _ in range(2):
-            with pytest.raises(CannotTrace, match="argument"):
+            with pytest.raises(CannotTrace, match="a tensor that is not among its arguments: pass it as one"):
                 vmap(transform, (None, 0))(w, x)
+        made = grad_and_hess_diag(lambda w, x: tanh_loss(w * torch.tensor([1.0, 2.0]), x))
+        with pytest.raises(CannotTrace, match="make it outside, and pass it as an argument"):
+            vmap(made, (None, 0))(w, x)
         numbers = grad_and_hess_diag(lambda w, x: tanh_loss(w * scale[0].item(), x))
         with pytest.raises(CannotTrace, match="argument"):
             vmap(numbers, (None, 0))(w, x)
@@ -492,6 +618,22 @@ def test_a_first_sample_without_curvature():
         vmap(transform, (None, 0, 0))(w, x, weights)
     expected = transform(w, x[1], weights[1])
     assert_same(part(vmap(transform, (None, 0, 0))(w, x, weights), 1), expected)
+
+
+def test_a_sample_with_another_structure_gets_nan():
+    """The first one shows which outputs share second derivatives; a record cannot look at the others."""
+
+    def loss_fn(w, x, weight):
+        z = x @ w
+        p = z.softmax(-1)
+        return (p * z.log_softmax(-1)).sum() + weight * (p.sum(0) ** 2 * z.logsumexp(0)).sum()
+
+    transform = grad_and_hess_diag(loss_fn)
+    w, x, weights = torch.randn(4, 3), torch.randn(2, 29, 4), torch.tensor([0.0, 1.0])
+    loss, grads, hess_diags = vmap(transform, (None, 0, 0))(w, x, weights)
+    assert_same(part((loss, grads, hess_diags), 0), transform(w, x[0], weights[0]))
+    assert_same(part((loss, grads), 1), transform(w, x[1], weights[1])[:2])
+    assert hess_diags[1].isnan().all()
 
 
 class TestDifferentiation:

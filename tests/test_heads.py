@@ -290,3 +290,37 @@ def test_a_custom_function_without_a_graph_keeps_the_rules_value():
     with pytest.warns(hesscale.CurvatureWarning, match="without a graph"):
         (got,) = hesscale.grad(Hidden.apply(Hidden.apply(z)).sum(), z)[1]
     torch.testing.assert_close(got, 12 * z.detach() ** 2)
+
+
+def entropy_at(x: torch.Tensor) -> torch.Tensor:
+    q = F.softmax(x, 1)
+    return -(q * q.log()).sum(1).mean()
+
+
+@pytest.mark.parametrize("samples", [4, 600])
+def test_nothing_is_learnt_from_numbers_that_are_not_finite(samples):
+    """Neither which dimensions are samples, nor that the diagonal is out of reach."""
+    heads._verdicts.clear()
+    weight = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(samples, 5, dtype=torch.float64)
+    logits = (x * torch.nan) @ weight
+    _, (poisoned,) = hesscale.grad(entropy_at(logits), logits)
+    assert poisoned.isnan().all()
+    memories = [memory for verdict in heads._verdicts.values() for memory in verdict.values()]
+    assert not any(memory.block or memory.is_out_of_reach for memory in memories)
+    logits = x @ weight
+    _, (found,) = hesscale.grad(entropy_at(logits), logits)
+    assert any(memory.block == (1,) for memory in memories)
+    torch.testing.assert_close(found, exact_entropy_diagonal(logits.detach()))
+
+
+def exact_entropy_diagonal(logits: torch.Tensor) -> torch.Tensor:
+    hessian = torch.func.vmap(torch.func.hessian(lambda row: entropy_at(row.unsqueeze(0))))(logits)
+    return hessian.diagonal(dim1=1, dim2=2) / len(logits)
+
+
+def test_an_empty_batch_with_a_doubtful_head():
+    weight = torch.randn(5, 3, requires_grad=True)
+    q = F.softmax(torch.zeros(0, 5) @ weight, 1)
+    hesscale.backward((q * q.log()).sum() + weight.square().sum())
+    torch.testing.assert_close(weight.hess_diag, torch.full((5, 3), 2.0))

@@ -211,6 +211,38 @@ def test_parameters_may_join_a_group():
     assert_same(model, other)
 
 
+def test_a_trust_region_may_come_later():
+    model, other = network(), network()
+    for net, foreach in ((model, None), (other, False)):
+        optimizer = Adam(net.parameters(), lr=0.01, foreach=foreach)
+        train(net, optimizer, range(3))
+        optimizer.param_groups[0]["trust_radius"] = 1e-4
+        train(net, optimizer, range(3, 6))
+    assert_same(model, other)
+
+
+def test_memory_of_an_average_that_is_replaced_is_used():
+    model, other = network(), network()
+    for net, foreach in ((model, None), (other, False)):
+        optimizer = AdaHesScale(net.parameters(), lr=0.01, foreach=foreach)
+        train(net, optimizer, range(3))
+        for state in optimizer.state.values():
+            state["exp_avg"].data = torch.zeros_like(state["exp_avg"])
+        train(net, optimizer, range(3, 6))
+    assert_same(model, other)
+
+
+def test_a_missing_entry_is_made_anew():
+    model, other = network(), network()
+    for net, foreach in ((model, None), (other, False)):
+        optimizer = AdaHesScale(net.parameters(), lr=0.01, foreach=foreach)
+        train(net, optimizer, range(3))
+        for state in optimizer.state.values():
+            del state["exp_avg"]
+        train(net, optimizer, range(3, 6))
+    assert_same(model, other)
+
+
 def test_step_hooks_run():
     model = network()
     optimizer = AdaHesScale(model.parameters())

@@ -39,10 +39,10 @@ HELP = {
     "tf32": "allow TF32 in matrix products and convolutions on CUDA",
     "ensemble": "measure the ensemble too",
     "quick": "a few seconds: one workload, four methods, three rounds",
-    "out": "folder for the results",
+    "out": "folder for the results; out/step_cost/cpu or out/step_cost/cuda unless given",
     "name": "of the files there",
     "report": "measure nothing: make tables from all records below this folder and print them",
-    "into": "with --report, write the tables into this page, between its marks",
+    "into": "with --report, write the tables into this page, between its marks, and each record's own page anew",
 }
 
 
@@ -62,7 +62,7 @@ class Settings:
     tf32: bool = False
     ensemble: bool = False
     quick: bool = False
-    out: str = "out/step_cost"
+    out: str = ""
     name: str = ""
     report: str = ""
     into: str = ""
@@ -74,6 +74,10 @@ class Settings:
             if value != field.default:
                 words += [f"--{field.name}"] if value is True else [f"--{field.name}", shlex.quote(str(value))]
         return " ".join(words)
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.out or f"out/step_cost/{self.device}")
 
     @property
     def file_name(self) -> str:
@@ -97,9 +101,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run(settings: Settings, say: Say, program: str) -> dict[str, Any] | None:
     """Measure, or only report; returns the record. Unknown names are a ValueError that lists the known ones."""
     if settings.report:
-        text = report.readme(report.load(Path(settings.report)), Path(settings.into))
+        found = report.load(Path(settings.report))
+        text = report.readme(found, Path(settings.into))
         if settings.into:
             report.insert(Path(settings.into), text)
+            for path, record in found:
+                report.save_page(path.with_suffix(".md"), record)
         say(f"Wrote {settings.into}" if settings.into else text)
         return None
     command = settings.command(program)
@@ -205,7 +212,7 @@ def measure(settings: Settings, work: Work, say: Say, command: str) -> dict[str,
             slow.update(too_slow_to_go_on(rows, workload, settings.limit))
         record["workloads"].append(entry(workload, device, rows))
         record["seconds"] = round(time.perf_counter() - start)
-        report.save(Path(settings.out), settings.file_name, record)
+        report.save(settings.folder, settings.file_name, record)
         if device.type == CUDA:
             torch.cuda.empty_cache()
     if settings.ensemble:
@@ -216,8 +223,8 @@ def measure(settings: Settings, work: Work, say: Say, command: str) -> dict[str,
             record["ensemble"] = {"error": message(error)}
     record["finished"] = True
     record["seconds"] = round(time.perf_counter() - start)
-    written = report.save(Path(settings.out), settings.file_name, record)
-    tell(f"wrote {', '.join(written)} to {settings.out}")
+    written = report.save(settings.folder, settings.file_name, record)
+    tell(f"wrote {', '.join(written)} to {settings.folder}")
     return record
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from .methods import BASELINE, METHODS, MODES
 from .targets import NOT_MEASURED, Record, Row, Verdict, slopes, spread, verdicts
-from .workloads import SWEEPS
+from .workloads import CUDA, SWEEPS
 
 BEGIN, END = "<!-- step cost: begin, written by step_cost.py --report -->", "<!-- step cost: end -->"
 COLOURS = {
@@ -24,6 +24,8 @@ COLOURS = {
     "bl89": "#e0a33e",
     "exact-h": "#000000",
 }
+KEYS = {"command", "started", "machine", "rounds", "sweep", "finished", "workloads"}  # of every record
+LIBRARIES_OWN = 2**28  # bytes on a GPU, below which the workspaces of its libraries, made at first use, outweigh a step
 HEADER = ("method", "mode", "ms a step", "to Adam, same mode", "to eager Adam", "peak memory to Adam")
 MARKS = {"eager": "o", "compiled": "s", "graph": "^"}
 
@@ -32,7 +34,7 @@ def save(folder: Path, name: str, record: Record) -> list[str]:
     """The record, its table and its figure, each whole or not at all; the names of the files written."""
     folder.mkdir(parents=True, exist_ok=True)
     write(folder / f"{name}.json", lambda path: path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8"))
-    write(folder / f"{name}.md", lambda path: path.write_text(page(record, name), encoding="utf-8"))
+    save_page(folder / f"{name}.md", record)
     written = [f"{name}.json", f"{name}.md"]
     if any("ms" in row for workload in record["workloads"] for row in workload["rows"]):
         try:
@@ -42,6 +44,10 @@ def save(folder: Path, name: str, record: Record) -> list[str]:
         except ModuleNotFoundError as error:
             written.append(f"no figure, for want of {error.name}")
     return written
+
+
+def save_page(path: Path, record: Record) -> None:
+    write(path, lambda partial: partial.write_text(page(record, path.stem), encoding="utf-8"))
 
 
 def write(path: Path, produce: Callable[[Path], Any]) -> None:
@@ -55,10 +61,20 @@ def write(path: Path, produce: Callable[[Path], Any]) -> None:
 
 def load(folder: Path) -> list[tuple[Path, Record]]:
     """Every record below a folder, oldest first."""
-    found = [(path, json.loads(path.read_text(encoding="utf-8"))) for path in sorted(folder.rglob("*.json"))]
+    found = [(path, read(path)) for path in sorted(folder.rglob("*.json"))]
     if not found:
         raise ValueError(f"no records below {folder}")
     return sorted(found, key=lambda item: item[1]["started"])
+
+
+def read(path: Path) -> Record:
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(record, dict) or not record.keys() >= KEYS:
+        raise ValueError(f"{path} is no record of this benchmark: move it out of the folder")
+    return record
 
 
 # --------------------------------------------------------------------------------------------------------------------- text
@@ -102,7 +118,8 @@ def section(record: Record) -> str:
     if record["sweep"]:
         return f"{head}\n{sweep_table(record)}"
     tables = [
-        f"### {w['description']}, batch {w['batch']}, {w['parameters']:,} parameters\n\n{workload_table(w)}"
+        f"### {w['description']}, batch {w['batch']}, {w['parameters']:,} parameters\n\n"
+        + workload_table(w, record["machine"]["device"])
         for w in record["workloads"]
     ]
     return "\n".join([head, *tables, ensemble_line(record)])
@@ -119,16 +136,17 @@ def describe(record: Record) -> str:
     )
 
 
-def workload_table(workload: dict[str, Any]) -> str:
-    return table(HEADER, [cells(row) for row in workload["rows"]])
+def workload_table(workload: dict[str, Any], device: str) -> str:
+    return table(HEADER, [cells(row, device) for row in workload["rows"]])
 
 
-def cells(row: Row) -> list[str]:
+def cells(row: Row, device: str) -> list[str]:
     if "error" in row:
         return [row["label"], MODES[row["mode"]], row["error"], "", "", ""]
     mode = MODES[row["mode"]] if row["ran_as"] == MODES[row["mode"]] else f"{MODES[row['mode']]} (ran as {row['ran_as']})"
     ratios = [spread(row[key]) if row[key] else "–" for key in ("ratio", "ratio_to_eager_adam")]
-    memory = f"{row['memory_ratio']:.2f}" if row["memory_ratio"] else "–"
+    tells = row["memory_ratio"] and (device != CUDA or row["peak_bytes"] / row["memory_ratio"] > LIBRARIES_OWN)
+    memory = f"{row['memory_ratio']:.2f}" if tells else "–"
     return [row["label"], mode, f"{row['ms']['median']:.3g}", *ratios, memory]
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from .measure import quartiles
-from .methods import COMPILED, EAGER, GRAPH, METHODS, MODES
+from .methods import BASELINE, COMPILED, EAGER, GRAPH, METHODS, MODES
 from .workloads import CPU, CUDA, SWEEPS
 
 Record = dict[str, Any]
@@ -17,6 +17,7 @@ Row = dict[str, Any]
 
 NOT_MEASURED = "not measured"
 ROUNDS = 30  # the fewest that a target is judged by
+SIZES = 4  # the fewest that a slope is judged by
 SLOPE_MARGIN = 0.05
 PAPER_GN = 1.25  # AdaHesScaleGN's cost in the paper, relative to Adam
 
@@ -73,29 +74,37 @@ def verdicts(records: Sequence[Record]) -> list[Verdict]:
 
 def judge(target: Target, records: Sequence[Record]) -> Verdict:
     text = f"{name(target)}, {METHODS[target.method].label} / {QUANTITIES[target.quantity]}"
-    row = find(records, target.device, target.workload, target.mode, target.method)
-    value = None if row is None else row.get(target.quantity)
-    if value is None or row is None:
-        return Verdict(text, f"≤ {target.limit:.2f}", why_not(row), None)
-    middle = value["median"] if isinstance(value, dict) else value
-    return Verdict(
-        text, f"≤ {target.limit:.2f}", spread(value) + doubts(row), middle <= target.limit if not doubts(row) else None
-    )
+    limit, failed = f"≤ {target.limit:.2f}", ""
+    for rows in runs(records, target):
+        row = rows.get((target.method, target.mode), {})
+        if (value := row.get(target.quantity)) is not None:
+            adam = rows.get((BASELINE, EAGER if target.quantity == "ratio_to_eager_adam" else target.mode))
+            doubt = doubts(row, adam)
+            middle = value["median"] if isinstance(value, dict) else value
+            measured = spread(value, decimals(middle, target.limit)) + doubt + later(failed)
+            return Verdict(text, limit, measured, None if doubt else middle <= target.limit)
+        failed = failed or row.get("error", "")
+    return Verdict(text, limit, not_measured(failed), None)
 
 
 def judge_gauss_newton(target: Target, records: Sequence[Record]) -> Verdict:
-    """AdaHesScaleGN against AdaHesScale, round by round, and against the paper's 1.25."""
+    """AdaHesScaleGN against AdaHesScale, round by round of one run, and against the paper's 1.25."""
     other = GAUSS_NEWTON[target.method]
-    text = f"{name(target)}, {METHODS[other].label} / {METHODS[target.method].label}"
-    full, gn = (find(records, target.device, target.workload, target.mode, m) for m in (target.method, other))
-    if full is None or gn is None or "times_ms" not in full or "times_ms" not in gn:
-        return Verdict(text, "≤ 1.00", why_not(gn if gn is None or "error" in gn else full), None)
-    value = quartiles(a / b for a, b in zip(gn["times_ms"], full["times_ms"], strict=True))
-    measured = spread(value) + doubts(gn)
-    if gn.get("ratio"):
-        meets = "meets" if gn["ratio"]["median"] <= PAPER_GN else "does not meet"
-        measured += f"; {gn['ratio']['median']:.2f} to Adam {meets} the paper's {PAPER_GN}"
-    return Verdict(text, "≤ 1.00", measured, value["median"] <= 1 if not doubts(gn) else None)
+    text, failed = f"{name(target)}, {METHODS[other].label} / {METHODS[target.method].label}", ""
+    for rows in runs(records, target):
+        gn, full = (rows.get((method, target.mode), {}) for method in (other, target.method))
+        times, base = gn.get("times_ms"), full.get("times_ms")
+        if times and base and len(times) == len(base):
+            value = quartiles(a / b for a, b in zip(times, base, strict=True))
+            doubt = doubts(gn, full)
+            measured = spread(value, decimals(value["median"], 1, least=3)) + doubt
+            if gn.get("ratio") and not doubts(gn, rows.get((BASELINE, target.mode))):
+                middle = gn["ratio"]["median"]
+                meets = "meets" if middle <= PAPER_GN else "does not meet"
+                measured += f"; {middle:.{decimals(middle, PAPER_GN)}f} to Adam {meets} the paper's {PAPER_GN}"
+            return Verdict(text, "≤ 1.00", measured + later(failed), None if doubt else value["median"] <= 1)
+        failed = failed or gn.get("error", "") or full.get("error", "")
+    return Verdict(text, "≤ 1.00", not_measured(failed), None)
 
 
 def judge_ensemble(records: Sequence[Record]) -> Verdict:
@@ -105,8 +114,9 @@ def judge_ensemble(records: Sequence[Record]) -> Verdict:
         found = record.get("ensemble")
         if found and record["machine"]["device"] == CPU and "ratio" in found:
             doubt = doubts({"mode": COMPILED, "times_ms": found["single_ms"], **found})
-            reached = found["ratio"]["median"] >= ENSEMBLE_AT_LEAST
-            return Verdict(text, target, spread(found["ratio"]) + doubt, None if doubt else reached)
+            middle = found["ratio"]["median"]
+            measured = spread(found["ratio"], decimals(-middle, -ENSEMBLE_AT_LEAST)) + doubt
+            return Verdict(text, target, measured, None if doubt else middle >= ENSEMBLE_AT_LEAST)
     return Verdict(text, target, NOT_MEASURED, None)
 
 
@@ -114,17 +124,21 @@ def judge_sweep(kind: str, records: Sequence[Record]) -> list[Verdict]:
     """Slopes of the two methods of this library, on every device that was measured."""
     target = f"≤ Adam's + {SLOPE_MARGIN}"
     found = []
-    measured = {r["machine"]["device"]: (slopes(r), r["rounds"]) for r in records if r["sweep"] == kind}
-    for device, (fitted, rounds) in (measured or {"": ({}, 0)}).items():
+    swept = [record for record in records if record["sweep"] == kind]
+    for device in dict.fromkeys([record["machine"]["device"] for record in swept] or [""]):
         where = {CPU: "CPU, ", CUDA: "GPU, ", "": ""}[device]
+        fits = [(slopes(record), record["rounds"]) for record in reversed(swept) if record["machine"]["device"] == device]
         for method in ("adahesscale", "adahesscale-gn"):
             text = f"{where}time against {kind}, slope of the log-log fit, {METHODS[method].label}"
-            slope = fitted.get((method, EAGER))
+            measured = [(fitted[method, EAGER], rounds) for fitted, rounds in fits if (method, EAGER) in fitted]
+            slope, rounds = next(((s, rounds) for s, rounds in measured if s.above_adam is not None), (None, 0))
             if slope is None or slope.above_adam is None:
                 found.append(Verdict(text, target, NOT_MEASURED, None))
-            else:
-                value = f"{slope.slope:.3f}, that is Adam's {slope.above_adam:+.3f}{too_few(rounds)}"
-                found.append(Verdict(text, target, value, None if too_few(rounds) else slope.above_adam <= SLOPE_MARGIN))
+                continue
+            doubt = too_few(rounds) + ("" if slope.sizes >= SIZES else f"; {slope.sizes} sizes, {SIZES} are needed")
+            above = f"{slope.above_adam:+.{decimals(slope.above_adam, SLOPE_MARGIN, least=3)}f}"
+            value = f"{slope.slope:.3f}, that is Adam's {above}{doubt}"
+            found.append(Verdict(text, target, value, None if doubt else slope.above_adam <= SLOPE_MARGIN))
     return found
 
 
@@ -158,34 +172,42 @@ def fit(points: Iterable[tuple[float, float]]) -> float:
     return statistics.linear_regression(*zip(*logs, strict=True)).slope
 
 
-def find(records: Sequence[Record], device: str, workload: str, mode: str, method: str) -> Row | None:
+def runs(records: Sequence[Record], target: Target) -> Iterator[dict[tuple[str, str], Row]]:
+    """The rows of a target's workload by method and mode, run by run, the last one first."""
     for record in reversed(records):
-        if record["machine"]["device"] == device:
-            for found in record["workloads"]:
-                for row in found["rows"]:
-                    if (found["name"], row["mode"], row["method"]) == (workload, mode, method):
-                        result: Row = row
-                        return result
-    return None
+        for workload in record["workloads"]:
+            if (record["machine"]["device"], workload["name"]) == (target.device, target.workload):
+                yield {(row["method"], row["mode"]): row for row in workload["rows"]}
 
 
 def name(target: Target) -> str:
     return f"{'GPU' if target.device == CUDA else 'CPU'}, {target.workload}, {MODES[target.mode]}"
 
 
-def spread(value: dict[str, float] | float) -> str:
+def spread(value: dict[str, float] | float, places: int = 2) -> str:
     if isinstance(value, dict):
-        return f"{value['median']:.2f} ({value['q1']:.2f}–{value['q3']:.2f})"
-    return f"{value:.2f}"
+        return f"{value['median']:.{places}f} ({value['q1']:.{places}f}–{value['q3']:.{places}f})"
+    return f"{value:.{places}f}"
 
 
-def why_not(row: Row | None) -> str:
-    return f"{NOT_MEASURED}: {row['error']}" if row and "error" in row else NOT_MEASURED
+def decimals(value: float, limit: float, least: int = 2) -> int:
+    """How many are needed so that what is printed is on the same side of the limit."""
+    return next((n for n in range(least, 9) if (round(value, n) <= limit) == (value <= limit)), 9)
 
 
-def doubts(row: Row) -> str:
-    """Why a measured row cannot be held against a target."""
+def not_measured(failed: str) -> str:
+    return f"{NOT_MEASURED}: {failed}" if failed else NOT_MEASURED
+
+
+def later(failed: str) -> str:
+    return f"; a later run failed: {failed}" if failed else ""
+
+
+def doubts(row: Row, other: Row | None = None) -> str:
+    """Why a measured row, or the one that it is compared with, cannot be held against a target."""
     found = "" if row["ran_as"] == MODES[row["mode"]] else f"; ran as {row['ran_as']}"
+    if other and other["ran_as"] != MODES[other["mode"]]:
+        found += f"; {METHODS[other['method']].label} ran as {other['ran_as']}"
     return found + too_few(len(row["times_ms"]))
 
 

@@ -17,7 +17,7 @@ from ..errors import NonFiniteError
 from ..nodes import edge_of, topological
 from ..plan import accumulate
 from . import update
-from .packing import Pack, is_small
+from .packing import Pack, is_packable
 from .update import Batch
 from .watch import Watch, counter
 
@@ -283,6 +283,8 @@ class CurvatureOptimizer(Optimizer):
         pack = None if self._packs is None else self._packs.get(i)
         if pack is None or group["foreach"] is False or hasattr(self, "found_inf"):
             return None
+        if self.uses_curvature != bool(pack.batch.curvature_squares):  # a trust region has come or gone
+            return None
         gradients = [p.grad for p in group["params"] if p.grad is not None and not p.grad.is_sparse]
         diagonals = [getattr(p, "hess_diag", None) for p in group["params"]] if self.uses_curvature else []
         curvatures = [diagonal for diagonal in diagonals if diagonal is not None]
@@ -296,8 +298,8 @@ class CurvatureOptimizer(Optimizer):
     def pack(self, batches: list[tuple[dict[str, Any], Batch]]) -> None:
         """Keep the averages of small parameters in one tensor from the next step on."""
         for group, batch in batches:
-            is_whole = batch.pack is None and len(batch.params) == len(group["params"])
-            if is_whole and self._packs is not None and group["foreach"] is not False and is_small(batch.params):
+            is_whole = batch.pack is None and len(batch.params) == len(group["params"]) and not hasattr(self, "found_inf")
+            if is_whole and self._packs is not None and group["foreach"] is not False and is_packable(batch):
                 self._packs[next(i for i, known in enumerate(self.param_groups) if known is group)] = Pack(batch, self.state)
 
     def unpack(self) -> None:

@@ -18,6 +18,14 @@ COUNTERS = {"steps": "step", "curvature_steps": "curvature_step"}
 State = Mapping[Tensor, dict[str, Any]]
 
 
+def is_packable(batch: Batch) -> bool:
+    """Whether one tensor of each kind would be faster, and one number serves as the counter of all."""
+    if not is_small(batch.params):
+        return False
+    counts = [[float(step) for step in steps] for steps in (batch.steps, batch.curvature_steps) if steps]
+    return all(is_constant(count) for count in counts)
+
+
 def is_small(params: Sequence[Tensor]) -> bool:
     is_eager_cpu = params[0].device.type == "cpu" and not torch.compiler.is_compiling()
     return is_eager_cpu and len(params) > 1 and sum([p.numel() for p in params]) <= MOST_NUMBERS
@@ -30,14 +38,14 @@ class Pack:
         self.params = batch.params
         self.states = [state[p] for p in batch.params]
         self.batch = Batch(params=batch.params, pack=self)
-        self.entries: list[tuple[dict[str, Any], str, Tensor]] = []
+        self.entries: list[tuple[dict[str, Any], str, Tensor, int]] = []
         for field, name in {**AVERAGES, **COUNTERS}.items():
             if tensors := getattr(batch, field):
                 whole = flat(tensors)
                 setattr(self.batch, field, [whole])
                 for own, view in zip(self.states, self.split(whole) if field in AVERAGES else whole.unbind(), strict=True):
                     own[name] = view
-                    self.entries.append((own, name, view))
+                    self.entries.append((own, name, view, view.data_ptr()))
         self.moves = torch.empty_like(self.batch.momenta[0])
         self.moves_of = self.split(self.moves)
 
@@ -52,7 +60,7 @@ class Pack:
             len(params) == len(self.params)
             and all(p is own for p, own in zip(params, self.params, strict=True))
             and all(state.get(p) is own for p, own in zip(params, self.states, strict=True))
-            and all(own[name] is view for own, name, view in self.entries)
+            and all(own.get(name) is view and view.data_ptr() == address for own, name, view, address in self.entries)
             and all(is_constant(counts.tolist()) for counts in (*self.batch.steps, *self.batch.curvature_steps))
         )
 

@@ -125,7 +125,7 @@ def is_finite_on_host(tensors: Sequence[Tensor]) -> bool:
 def is_finite(tensors: list[Tensor]) -> Tensor:
     """By sums of squares: V averages squares, so that what overflows there counts as infinite too."""
     dtype = torch.float32 if tensors[0].dtype in (torch.float16, torch.bfloat16) else None
-    if tensors[0].device.type == "cpu":  # sums that fuse with what made the tensors, where a step is compiled
+    if tensors[0].device.type == "cpu":  # as few sums as there are shapes: a compiler makes a loop of each
         sums: Sequence[Tensor] = [tensor.to(dtype or tensor.dtype).square().sum() for tensor in tensors]
     else:
         sums = torch._foreach_norm(tensors, 2, dtype=dtype)  # one kernel for all of them
