@@ -23,12 +23,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from learning import batches, cell, digits, loss_on, summary, write
+from learning import batches, cell, digits, loss_on, summary
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import hesscale
+from hesscale.bench.report import write
 from hesscale.estimators import estimate
 from hesscale.optim import AdaHesScale, AdaHesScaleGN
 

@@ -14,7 +14,6 @@ import functools
 import itertools
 import json
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,6 +28,7 @@ from matplotlib.figure import Figure
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
+from hesscale.bench.report import write
 from hesscale.errors import NonFiniteError
 from hesscale.optim import BL89, GGNMC, AdaHesScale, AdaHesScaleGN, AdaHessian, Adam
 
@@ -221,15 +221,6 @@ def save(folder: Path, record: dict[str, Any]) -> None:
     write(folder / "learning.json", lambda path: path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8"))
     write(folder / "learning.md", lambda path: path.write_text(markdown(record), encoding="utf-8"))
     write(folder / "learning.png", lambda path: FigureCanvasAgg(figure(record)).print_png(path))
-
-
-def write(path: Path, produce: Callable[[Path], Any]) -> None:
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        produce(partial)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def markdown(record: dict[str, Any]) -> str:

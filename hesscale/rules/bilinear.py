@@ -67,10 +67,9 @@ def summand_is_factor(node: Node) -> str | None:
 
 
 def refuse_addmm(node: Node) -> str | None:
-    summand, left, right = node.next_functions
-    if is_sparse(left[0], saved(node, "mat1_sym_strides")) or is_sparse(right[0], saved(node, "mat2_sym_strides")):
-        return SPARSE
-    return SUMMAND if summand[0] is not None and summand in (left, right) else None
+    _, (left, _), (right, _) = node.next_functions
+    sparse = is_sparse(left, saved(node, "mat1_sym_strides")) or is_sparse(right, saved(node, "mat2_sym_strides"))
+    return SPARSE if sparse else summand_is_factor(node)
 
 
 def addmm_same(node: Node, g: Share, s: Share) -> list[Share]:
