@@ -159,7 +159,7 @@ def known_now(thing: Any, depth: int = 4) -> tuple[object, ...]:
 def known(value: Any, depth: int = 2) -> object:
     """A plain value as such, with its type; tuples by what they hold; anything else by its identity, but tensors not at all."""
     if isinstance(value, PLAIN):
-        return type(value), value
+        return type(value), repr(value) if isinstance(value, (float, complex)) else value  # tells 0.0 from -0.0, and nan is nan
     if isinstance(value, tuple) and depth:
         return type(value), *[known(part, depth - 1) for part in value]
     return Tensor if isinstance(value, Tensor) else Same(value)

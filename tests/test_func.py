@@ -20,6 +20,7 @@ import hesscale
 from hesscale import func
 from hesscale.func import grad_and_hess_diag
 from hesscale.heads import Unsettled
+from hesscale.nearby import known
 from hesscale.tracing import CannotTrace
 
 pytestmark = pytest.mark.usefixtures("double_precision")
@@ -746,3 +747,10 @@ def test_importing_hesscale_leaves_the_compilers_alone():
     code = "import sys, hesscale.func; print([m for m in ('torch._dynamo', 'torch._inductor') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_numbers_are_known_by_all_of_their_digits():
+    assert known(0.0) != known(-0.0)
+    assert known(float("nan")) == known(float("nan"))
+    assert known(1) != known(1.0)
+    assert known((1, 0.0)) != known((1, -0.0))
