@@ -77,23 +77,31 @@ class CompiledStep:
             raise ValueError(f"backend={backend!r} is not one of {', '.join(map(repr, BACKENDS))}")
         self.subject, self.backend, self.cuda_graph = subject, backend, cuda_graph
         self.graphs: dict[object, Graph] = {}
+        self.last: tuple[object, Graph | None] = None, None
         self.is_crowded = False
         self.mode, self.reason = "eager", ""
 
     def __call__(self, *batch: Any) -> Tensor:
         tensors, shape = Shape.of(batch)
         key = shape, self.subject.circumstances()
-        try:
-            graph = self.graphs.get(key)
-        except TypeError:  # an attribute of the model or an option has become something that cannot be a key
-            graph = None
-        if graph is None:
-            graph = self.new_graph(key, shape)
+        last_key, last_graph = self.last  # to compare what is mostly the same objects takes less than a hash
+        graph = last_graph if last_graph is not None and key == last_key else self.graph_for(key, shape)
         loss = graph(batch, tensors)
         self.mode, self.reason = graph.mode, graph.reason
         return loss
 
-    def new_graph(self, key: object, shape: Shape) -> Graph:
+    def graph_for(self, key: object, shape: Shape) -> Graph:
+        """The graph for such steps; one that is new is kept if there is room and the key can be one."""
+        can_keep = is_hashable(key)  # unless an attribute of the model or an option has become something odd
+        if not can_keep or key not in self.graphs:
+            graph = self.new_graph(shape)
+            if not can_keep or len(self.graphs) >= MOST_GRAPHS:
+                return graph
+            self.graphs[key] = graph
+        self.last = key, self.graphs[key]
+        return self.graphs[key]
+
+    def new_graph(self, shape: Shape) -> Graph:
         graph = Graph(self.subject, shape, self.backend, self.cuda_graph)
         if self.backend != "eager" and (obstacle := shape.obstacle or self.subject.obstacle()):
             graph.give_up(obstacle)
@@ -104,8 +112,6 @@ class CompiledStep:
                 warn(f"some steps run in eager mode; {CROWDED}")
         if self.is_crowded:
             graph.reason = graph.reason or CROWDED
-        if len(self.graphs) < MOST_GRAPHS and is_hashable(key):
-            self.graphs[key] = graph
         return graph
 
 

@@ -199,9 +199,9 @@ def compile_graph(graph: GraphModule, tensors: Sequence[Tensor]) -> Callable[...
 
     unchecked = [name for name in ("size_asserts", "alignment_asserts") if hasattr(config, name)]  # the caller sees to that
     options: dict[str, Any] = {"fallback_random": True, **dict.fromkeys(unchecked, False)}
-    if tensors[0].is_cuda:
-        with contextlib.suppress(Exception):  # puts small kernels together, but not into every graph
-            return checked(_inductor.compile, graph, tensors, {**options, "combo_kernels": True})
+    faster = "combo_kernels" if tensors[0].is_cuda else "cpp_wrapper"  # small kernels in one; calls to kernels without Python
+    with contextlib.suppress(Exception):  # which not every graph allows
+        return checked(_inductor.compile, graph, tensors, {**options, faster: True})
     return checked(_inductor.compile, graph, tensors, options)
 
 
