@@ -135,6 +135,12 @@ class Request:
         draw = torch.empty(shape, dtype=torch.float32, device=self.source(like)).bernoulli_(generator=self.generator)
         return draw.to(device=like.device, dtype=like.dtype).mul_(2).sub_(1)
 
+    def signs_for_params(self, count: int) -> list[Tensor]:
+        """Rows of signs for each parameter, all from one draw: a compiler may change the order of several."""
+        sizes = [p.numel() for p in self.params]
+        draws = self.signs(count, sum(sizes), like=self.params[0]).split(sizes, 1)
+        return [draw.reshape(count, *p.shape).to(p) for draw, p in zip(draws, self.params, strict=True)]
+
     def labels(self, count: int, q: Tensor, dim: int) -> Tensor:
         """Draws from the distributions q along ``dim``, as one-hot vectors: the class whose exponential clock rings first."""
         clocks = torch.empty((count, *q.shape), dtype=torch.float32, device=self.source(q)).exponential_(generator=self.generator)
@@ -227,7 +233,7 @@ def hutchinson(request: Request) -> Diagonals:
     curved = [k for k, gradient in enumerate(gradients) if gradient is not None]
     sources = [edge_of(gradient) for gradient in gradients if gradient is not None]
     for count in chunks(request.num_samples, request.at_once):
-        signs = [request.signs(count, *p.shape, like=p) for p in request.params]
+        signs = request.signs_for_params(count)
         add_products(total, signs, pull_rows(sources, request.edges, [signs[k] for k in curved]), 1 / request.num_samples)
     return total
 

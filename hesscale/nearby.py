@@ -171,7 +171,14 @@ def shown(value: Any, depth: int = 2) -> Any:
         return value
     if isinstance(value, Tensor):
         return None
-    return [shown(part, depth - 1) for part in value] if isinstance(value, tuple) and depth else id(value)
+    if isinstance(value, ModuleType):
+        return value.__name__
+    if isinstance(value, MethodType):
+        return [shown(value.__func__), shown(value.__self__)]
+    if isinstance(value, (tuple, list, dict)):  # of which torch.compile cannot take the identity, up to torch 2.11
+        parts = list(value.values()) if isinstance(value, dict) else list(value)
+        return [shown(part, depth - 1) for part in parts[:MOST_ENTRIES]] if depth else len(parts)
+    return id(value)
 
 
 class Same:

@@ -57,7 +57,14 @@ class Trained(Protocol):
     def circumstances(self) -> tuple[object, ...]: ...
     def obstacle(self) -> str: ...
     def step(self, batch: Sequence[Any]) -> tuple[Tensor, list[Tensor | None]]: ...
-    def note_step(self, etas: Sequence[Tensor]) -> None: ...
+    def note_step(self, etas: Sequence[Tensor]) -> None:
+        """Take note of a step that a graph has made."""
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers ask
+        if [p for p in self.optimized if p.grad is not None]:
+            self.optimizer.zero_grad()
+        if isinstance(self.optimizer, CurvatureOptimizer):
+            self.optimizer.note_step(etas)
+
     def layout(self) -> Layout: ...
     def settle(self) -> bool: ...
     def glance(self) -> list[object]: ...
@@ -128,8 +135,9 @@ class Subject:
         self.trained = self.parameters()
         self.ids: list[int] = []  # of all that is held
         self.pattern: list[object] = []
+        self.optimized = [p for group in self.optimizer.param_groups for p in group["params"]]
         known = {id(p) for p in self.trained}
-        if strangers := [p for group in self.optimizer.param_groups for p in group["params"] if id(p) not in known]:
+        if strangers := [p for p in self.optimized if id(p) not in known]:
             shapes = ", ".join(str(tuple(p.shape)) for p in strangers[:3])
             raise ValueError(f"{len(strangers)} parameters of the optimizer are not in the model, such as of shape {shapes}")
         self.note(list(self.held()))

@@ -22,7 +22,6 @@ from .update import Batch
 from .watch import Watch, counter
 
 TRUST_REGIONS = ("optimizer", "group")
-LOOK_EVERY = 8  # compiled steps, at which a GPU sends the number of those that were not finite
 
 
 class CurvatureOptimizer(Optimizer):
@@ -248,13 +247,10 @@ class CurvatureOptimizer(Optimizer):
 
     def note_step(self, etas: Iterable[Tensor]) -> None:
         """Take note of a step that a compiled graph has made, as :meth:`step` does of its own."""
-        given = iter(etas)
-        self.eta = [None if before is None else next(given) for before in self.eta]
-        before = self.watch.reported
-        self.watch.report()
-        if self.counters["nonfinite"].device.type == "cpu" or self.param_groups[0]["step_count"] % LOOK_EVERY == 0:
-            self.watch.send()
-        if self.watch.reported == before:
+        if self.eta:
+            given = iter(etas)
+            self.eta = [None if before is None else next(given) for before in self.eta]
+        if self.watch.note(self.param_groups[0]["step_count"]):
             for group in self.param_groups:
                 group["step_count"] += 1
 

@@ -14,6 +14,7 @@ from ..errors import CurvatureWarning, NonFiniteError
 from .update import is_on_host
 
 CHOICES = ("raise", "skip")
+LOOK_EVERY = 8  # compiled steps, at which a GPU sends the number of those that were not finite
 
 
 class Watch:
@@ -78,6 +79,19 @@ class Watch:
         ):
             host, self.on_its_way = self.on_its_way[0], None
             self.complain(int(host), "an earlier step: ")
+
+    def note(self, step: int) -> bool:
+        """After a step that a compiled graph has made, and masked if need be: whether it was taken, as far as is known."""
+        count = self.counters["nonfinite"]
+        if not count.is_cpu:
+            self.report()
+            if step % LOOK_EVERY == 0:
+                self.send()
+            return True
+        found = int(count)
+        is_taken = found <= self.reported
+        self.complain(found, "")
+        return is_taken
 
     def complain(self, count: int, when: str) -> None:
         new, self.reported = count > self.reported, count
