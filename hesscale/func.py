@@ -6,6 +6,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import wraps
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -24,10 +25,11 @@ from .ensembles import Ensemble as Ensemble
 from .ensembles import ensemble as ensemble
 from .errors import CompileWarning
 from .heads import Unsettled
-from .nearby import MOST_ENTRIES, Near, known_now, shown
+from .nearby import MOST_ENTRIES, Near, is_of_a_library, known_now, shown
 from .tracing import MAKES, OUTSIDE, CannotTrace, functional, trace
 
 MOST_RECORDS = 64
+CAN_TELL_ALL = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)  # functions of torch too, when it compiles
 ONLY_VMAP = "Hessian diagonals cannot be differentiated: of torch.func's transforms, vmap alone may stand around this function"
 ADVICE = {  # what to do about a tensor that a record cannot hold
     OUTSIDE: "it uses a tensor that is not among its arguments: pass it as one",
@@ -84,6 +86,7 @@ def grad_and_hess_diag(
     from torch._dynamo import disable, nonstrict_trace  # takes seconds to import
 
     apply, near = disable(transform), transform.near
+    entries = [(holder, key) for holder, key in near.entries if CAN_TELL_ALL or not is_function_of_a_library(holder.get(key))]
 
     @nonstrict_trace
     def call(seen: list[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -94,7 +97,7 @@ def grad_and_hess_diag(
         seen: list[Any] = []
         if torch.compiler.is_dynamo_compiling():
             seen += [shown(cell.cell_contents) for cell in near.cells]
-            seen += [shown(holder.get(key)) for holder, key in near.entries]
+            seen += [shown(holder.get(key)) for holder, key in entries]
             seen += [shown(getattr(holder, name, None)) for holder, name in near.attributes]
             seen += [shown(value) for values in near.lists for value in values[:MOST_ENTRIES]]
         return call(seen, args, kwargs)
@@ -102,6 +105,10 @@ def grad_and_hess_diag(
     code = transformed.__code__.replace(co_name=transform.name)  # type: ignore[attr-defined]
     transformed.__code__ = code  # type: ignore[attr-defined]  # its own, by which torch.compile keeps what it compiled
     return transformed
+
+
+def is_function_of_a_library(value: Any) -> bool:
+    return isinstance(value, FunctionType) and is_of_a_library(value)
 
 
 class Transform:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from functools import partial
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -171,11 +171,11 @@ def shown(value: Any, depth: int = 2) -> Any:
         return value
     if isinstance(value, Tensor):
         return None
-    if isinstance(value, ModuleType):
+    if isinstance(value, (ModuleType, BuiltinFunctionType)):
         return value.__name__
     if isinstance(value, MethodType):
         return [shown(value.__func__), shown(value.__self__)]
-    if isinstance(value, (tuple, list, dict)):  # of which torch.compile cannot take the identity, up to torch 2.11
+    if isinstance(value, (tuple, list, dict)):  # up to torch 2.11, torch.compile knows none of the above by identity
         parts = list(value.values()) if isinstance(value, dict) else list(value)
         return [shown(part, depth - 1) for part in parts[:MOST_ENTRIES]] if depth else len(parts)
     return id(value)

@@ -14,7 +14,7 @@ from ..errors import CurvatureWarning, NonFiniteError
 from .update import is_on_host
 
 CHOICES = ("raise", "skip")
-LOOK_EVERY = 8  # compiled steps, at which a GPU sends the number of those that were not finite
+LOOK_EVERY = 32  # compiled steps, at which a GPU sends the number of those that were not finite
 
 
 class Watch:
