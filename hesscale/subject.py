@@ -57,14 +57,7 @@ class Trained(Protocol):
     def circumstances(self) -> tuple[object, ...]: ...
     def obstacle(self) -> str: ...
     def step(self, batch: Sequence[Any]) -> tuple[Tensor, list[Tensor | None]]: ...
-    def note_step(self, etas: Sequence[Tensor]) -> None:
-        """Take note of a step that a graph has made."""
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers ask
-        if [p for p in self.optimized if p.grad is not None]:
-            self.optimizer.zero_grad()
-        if isinstance(self.optimizer, CurvatureOptimizer):
-            self.optimizer.note_step(etas)
-
+    def note_step(self, etas: Sequence[Tensor]) -> None: ...
     def layout(self) -> Layout: ...
     def settle(self) -> bool: ...
     def glance(self) -> list[object]: ...
@@ -271,13 +264,10 @@ class Subject:
     def note_step(self, etas: Sequence[Tensor]) -> None:
         """Take note of a step that a graph has made."""
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers ask
-        held = [p for group in self.optimizer.param_groups for p in group["params"]]
-        if isinstance(self.optimizer, CurvatureOptimizer):
-            if [p for p in held if p.grad is not None or getattr(p, "hess_diag", None) is not None]:
-                self.optimizer.zero_grad()
-            self.optimizer.note_step(etas)
-        elif [p for p in held if p.grad is not None]:
+        if [p for p in self.optimized if p.grad is not None]:
             self.optimizer.zero_grad()
+        if isinstance(self.optimizer, CurvatureOptimizer):
+            self.optimizer.note_step(etas)
 
     def layout(self) -> Layout:
         state = self.optimizer.state
