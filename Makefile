@@ -11,8 +11,8 @@ PYTEST := $(BIN)/python -m pytest -n 2 --cov --cov-report=term
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' Makefile
 
-run: $(VENV)/.experiments ## train a small network and compare its Hessian diagonals with the exact one; plot in out/
-	@$(BIN)/python -m hesscale.demo
+run: $(VENV)/.experiments ## in two minutes: how good the diagonals are, how optimizers learn with them, and a page with both
+	@$(BIN)/hesscale demo
 
 test: lint ## lint, type check, tests, coverage
 	$(PYTEST)

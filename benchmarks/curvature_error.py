@@ -29,8 +29,8 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import hesscale
-from hesscale.bench.report import write
 from hesscale.estimators import estimate
+from hesscale.lab.files import write_whole
 from hesscale.optim import AdaHesScale, AdaHesScaleGN
 
 BATCH = 64  # images that a diagonal is computed for
@@ -289,10 +289,11 @@ def train(problem: Problem, optimizer: Any, step_size: float, dtype: torch.dtype
 
 def save(folder: Path, record: dict[str, Any]) -> None:
     """The record, its tables and its figure, each whole or not at all."""
-    folder.mkdir(parents=True, exist_ok=True)
-    write(folder / "curvature_error.json", lambda path: path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8"))
-    write(folder / "curvature_error.md", lambda path: path.write_text(markdown(record), encoding="utf-8"))
-    write(folder / "curvature_error.png", lambda path: FigureCanvasAgg(figure(record)).print_png(path))
+    write_whole(
+        folder / "curvature_error.json", lambda path: path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    )
+    write_whole(folder / "curvature_error.md", lambda path: path.write_text(markdown(record), encoding="utf-8"))
+    write_whole(folder / "curvature_error.png", lambda path: FigureCanvasAgg(figure(record)).print_png(path))
 
 
 def markdown(record: dict[str, Any]) -> str:

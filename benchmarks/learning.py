@@ -16,21 +16,21 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from hesscale.bench.report import write
 from hesscale.errors import NonFiniteError
-from hesscale.optim import BL89, GGNMC, AdaHesScale, AdaHesScaleGN, AdaHessian, Adam
+from hesscale.experiments._learning import OPTIMIZERS as KNOWN
+from hesscale.experiments._learning import batches, measure, network, take_step
+from hesscale.lab.files import write_whole
 
 Maker = Callable[..., torch.optim.Optimizer]  # of parameters, a step size and, where it draws, a generator
 
@@ -40,19 +40,7 @@ BATCH, TRAIN, VALIDATION = 64, 1088, 354  # 17 whole batches an epoch; the other
 MEASURE_EVERY = 5
 FIRST_TUNING_SEED = 1000  # apart from the seeds that are reported
 
-OPTIMIZERS: dict[str, Maker] = {
-    "AdaHesScale": AdaHesScale,
-    "AdaHesScaleGN": AdaHesScaleGN,
-    "Adam": torch.optim.Adam,
-    "AdaHessian": AdaHessian,
-    "GGN-MC, 1 draw": GGNMC,
-    "GGN-MC, 16 draws": functools.partial(GGNMC, num_samples=16),
-    "BL89": BL89,
-    "Scaled Adam, Δ = 1e-4": functools.partial(Adam, trust_radius=1e-4),
-    "Scaled Adam, Δ = 1e-8": functools.partial(Adam, trust_radius=1e-8),
-    "Scaled AdaHesScale, Δ = 1e-4": functools.partial(AdaHesScale, trust_radius=1e-4),
-    "Scaled AdaHesScale, Δ = 1e-8": functools.partial(AdaHesScale, trust_radius=1e-8),
-}
+OPTIMIZERS: dict[str, Maker] = {kind.label: kind.make for kind in KNOWN.values()}
 DRAWING = ("AdaHessian", "GGN-MC, 1 draw", "GGN-MC, 16 draws")
 STYLES = {
     "AdaHesScale": ("#1f5a96", "-"),
@@ -131,57 +119,25 @@ def digits() -> Data:
     return Data(*((images[a:b], labels[a:b]) for a, b in itertools.pairwise(ends)))
 
 
-def network(seed: int) -> nn.Sequential:
-    """The tanh network, initialized by ``seed`` alone."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 10))
-
-
-def batches(count: int, steps: int, seed: int) -> Iterator[Tensor]:
-    """Indices of ``steps`` batches, epoch after epoch, each image once in an epoch."""
-    generator = torch.Generator().manual_seed(seed)
-    epochs = math.ceil(steps / (count // BATCH))
-    every = [b for _ in range(epochs) for b in torch.randperm(count, generator=generator).split(BATCH) if len(b) == BATCH]
-    return iter(every[:steps])
-
-
 def train(maker: Maker, data: Data, seed: int, step_size: float, *, steps: int, draws: bool = False) -> Run:
     """Train one network; a loss or diagonal that is not finite ends the run as diverged."""
-    model = network(seed)
+    model = network(64, 32, 2, 10, seed)
     drawing = {"generator": torch.Generator().manual_seed(seed)} if draws else {}
     optimizer = maker(model.parameters(), lr=step_size, **drawing)
     losses = [loss_on(model, data.train)]
     try:
-        for step, batch in enumerate(batches(len(data.train[0]), steps, seed), start=1):
+        for step, batch in enumerate(itertools.islice(batches(len(data.train[0]), BATCH, seed), steps), start=1):
             take_step(model, optimizer, data.train[0][batch], data.train[1][batch])
             if step % MEASURE_EVERY == 0:
                 losses.append(loss_on(model, data.train))
     except NonFiniteError:
         losses += [math.inf] * (steps // MEASURE_EVERY + 1 - len(losses))
-        return Run(losses, math.inf, accuracy_on(model, data.test))
-    return Run(losses, loss_on(model, data.validation), accuracy_on(model, data.test))
+        return Run(losses, math.inf, measure(model, data.test)[1])
+    return Run(losses, loss_on(model, data.validation), measure(model, data.test)[1])
 
 
-def take_step(model: nn.Module, optimizer: Any, images: Tensor, labels: Tensor) -> None:
-    optimizer.zero_grad()
-    loss = F.cross_entropy(model(images), labels)
-    if hasattr(optimizer, "backward"):
-        optimizer.backward(loss)
-    else:
-        loss.backward()
-    optimizer.step()
-
-
-@torch.no_grad()
 def loss_on(model: nn.Module, split: tuple[Tensor, Tensor]) -> float:
-    loss = float(F.cross_entropy(model(split[0]), split[1]))
-    return loss if math.isfinite(loss) else math.inf
-
-
-@torch.no_grad()
-def accuracy_on(model: nn.Module, split: tuple[Tensor, Tensor]) -> float:
-    return float((model(split[0]).argmax(1) == split[1]).double().mean())
+    return measure(model, split)[0]
 
 
 def compare(run: Callable[[int, float], Run], options: argparse.Namespace) -> dict[str, Any]:
@@ -217,10 +173,9 @@ def finite(value: float) -> float | None:
 
 def save(folder: Path, record: dict[str, Any]) -> None:
     """The record, its table and its figure, each whole or not at all."""
-    folder.mkdir(parents=True, exist_ok=True)
-    write(folder / "learning.json", lambda path: path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8"))
-    write(folder / "learning.md", lambda path: path.write_text(markdown(record), encoding="utf-8"))
-    write(folder / "learning.png", lambda path: FigureCanvasAgg(figure(record)).print_png(path))
+    write_whole(folder / "learning.json", lambda path: path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8"))
+    write_whole(folder / "learning.md", lambda path: path.write_text(markdown(record), encoding="utf-8"))
+    write_whole(folder / "learning.png", lambda path: FigureCanvasAgg(figure(record)).print_png(path))
 
 
 def markdown(record: dict[str, Any]) -> str:

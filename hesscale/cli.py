@@ -1,13 +1,18 @@
-"""The command ``hesscale``: a demonstration, the list of operators, and the benchmark of step costs."""
+"""The command ``hesscale``: the experiments, their runs and the report; operators, and the benchmark of step costs."""
 
 from __future__ import annotations
 
+import importlib
+import sys
+import time
 from itertools import groupby
+from pathlib import Path
 from typing import Annotated
 
 try:
     import typer
     from rich.console import Console
+    from rich.progress import Progress, TaskID
     from rich.table import Table
 except ModuleNotFoundError as missing:
     raise ModuleNotFoundError(f"the command line needs {missing.name}: pip install 'hesscale[experiments]'") from None
@@ -18,6 +23,11 @@ from .bench import HELP, Settings
 from .bench import run as run_bench
 from .bench.report import HEADER, cells
 from .bench.targets import slopes
+from .lab.commands import RUNS, Where, command_of, command_text, perform, settings_of, sweep_command, tasks_of
+from .lab.data import download, load, names
+from .lab.download import DataError
+from .lab.experiment import experiments
+from .lab.store import DamagedRun, Store
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Hessian diagonals for PyTorch.")
 DEFAULT = Settings()
@@ -25,14 +35,6 @@ DEFAULT = Settings()
 
 def option(name: str) -> object:
     return typer.Option(f"--{name}", help=HELP[name])
-
-
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True}, add_help_option=False)
-def demo(context: typer.Context) -> None:
-    """Train a small network and compare its Hessian diagonals with the exact one."""
-    from . import demo as demonstration
-
-    demonstration.main(context.args)
 
 
 @app.command()
@@ -90,6 +92,102 @@ def bench(
             above = "" if slope.above_adam is None else f"{slope.above_adam:+.3f}"
             table.add_row(method, mode, f"{slope.slope:.3f}", above)
         console.print(table)
+
+
+EXPERIMENTS = experiments()
+for experiment in EXPERIMENTS.values():
+    app.command(experiment.name)(command_of(experiment))
+app.command("sweep")(sweep_command(EXPERIMENTS))
+
+
+@app.command()
+def runs(
+    only: Annotated[str, typer.Argument(help="of this experiment alone")] = "*",
+    where: Annotated[Path, typer.Option("--runs", help="where runs are kept")] = RUNS,
+) -> None:
+    """List runs: what they are, how far they are, and what went wrong."""
+    records = Store(where).records(only)
+    if not records:
+        raise typer.BadParameter(f"there are no runs below {where}; an experiment makes some, such as hesscale quality")
+    table = Table("experiment", "task", "status", "progress", "started (UTC)", "directory")
+    for record in records:
+        facts = record.facts
+        task = " ".join(f"{name}={value}" for name, value in facts.get("task", {}).items())
+        progress = f"{facts['done']} / {facts['total']}" if "total" in facts else ""
+        status = record.status + (f": {record.problem or facts.get('error')}" if record.status in ("failed", "damaged") else "")
+        cells = facts.get("experiment", "?"), task, status, progress, facts.get("started", ""), record.directory.name
+        table.add_row(*(cell.replace("[", r"\[") for cell in cells))
+    Console().print(table)
+
+
+@app.command()
+def report(
+    names: Annotated[list[str] | None, typer.Argument(help="experiments to show; all that were run unless given")] = None,
+    where: Annotated[Path, typer.Option("--runs", help="where runs are kept")] = RUNS,
+    out: Annotated[Path, typer.Option("--out", help="folder for the page, its figures and tables")] = Path("out/report"),
+    page: Annotated[bool, typer.Option("--page/--no-page", help="the page itself, which holds a library of 4 MB")] = True,
+) -> None:
+    """Write one page with the figures, tables, settings and commands of what was run last."""
+    from .lab.report import report as write
+
+    try:
+        path = write(Store(where), names or [], out, page)
+    except (ValueError, DamagedRun) as error:
+        raise typer.BadParameter(str(error)) from None
+    Console().print(f"wrote {path}", highlight=False, soft_wrap=True)
+
+
+@app.command()
+def demo(
+    where: Annotated[Path, typer.Option("--runs", help="where runs are kept")] = RUNS,
+    out: Annotated[Path, typer.Option("--out", help="folder for the page")] = Path("out/report"),
+) -> None:
+    """In two minutes: how good the diagonals are, how optimizers that use them learn, and the report of both."""
+    started = time.perf_counter()
+    names = ["quality", "training"]
+    for name in names:
+        settings = settings_of(EXPERIMENTS[name], "small", {})
+        tasks = tasks_of(EXPERIMENTS[name], [settings])
+        perform(EXPERIMENTS[name], tasks, Where(runs=where), command_text(name, "small", {}), settings)
+    report(names, where, out)
+    Console().print(f"Took {time.perf_counter() - started:.0f} s. Open the page in a browser.", highlight=False)
+
+
+@app.command()
+def data(
+    name: Annotated[str, typer.Argument(help=f"one of {', '.join(names())}")],
+    root: Annotated[Path | None, typer.Option("--data", help="folder for it, in place of HESSCALE_DATA or data/")] = None,
+) -> None:
+    """Download a data set, or go on with a download that broke off, and check it."""
+    with Progress(console=Console()) as progress:
+        bars: dict[str, TaskID] = {}
+
+        def draw(file: str, done: int, total: int | None) -> None:
+            bars.setdefault(file, progress.add_task(file))
+            progress.update(bars[file], completed=done, total=total)
+
+        try:
+            download(name, root, draw)
+            found = load(name, root)
+        except DataError as error:
+            raise typer.BadParameter(str(error)) from None
+    Console().print(f"{found.title}: {len(found.train_labels)} images to train on, {len(found.test_labels)} to test")
+
+
+@app.command()
+def explain(
+    factory: Annotated[str, typer.Argument(help="module:function; the function takes nothing and returns a loss")],
+) -> None:
+    """Show what hesscale does with a loss, operator by operator."""
+    module, colon, name = factory.partition(":")
+    if not colon:
+        raise typer.BadParameter(f"{factory!r} is not of the form module:function")
+    sys.path.insert(0, "")
+    try:
+        made = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise typer.BadParameter(str(error)) from None
+    print(hesscale.explain(made()))
 
 
 def main() -> None:

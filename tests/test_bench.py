@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import nn
 
 import hesscale
 from hesscale import bench
-from hesscale.bench import command, ensemble, measure, methods, report, targets, workloads
+from hesscale.bench import command, ensemble, exact, measure, methods, report, targets, workloads
 from hesscale.bench.methods import METHODS, Step
 from hesscale.bench.workloads import WORKLOADS
 from hesscale.estimators import estimate
@@ -135,15 +136,16 @@ def test_sweeps_are_those_of_appendix_d():
     ]
 
 
+@pytest.mark.parametrize("estimator", ["exact", "ggn"])
 @pytest.mark.parametrize("loss", [nn.CrossEntropyLoss, nn.MSELoss])
-def test_exact_h_is_exact(loss):
+def test_dense_recursions_are_exact(loss, estimator):
     torch.manual_seed(0)
     model = workloads.mlp(3, 4, 2, 2).double()
     x = torch.randn(5, 3, dtype=torch.float64)
     y = torch.randint(2, (5,)) if loss is nn.CrossEntropyLoss else torch.randn(5, 2, dtype=torch.float64)
     params = list(model.parameters())
-    truth = estimate("exact", loss()(model(x), y), params)
-    methods.exact_diagonal_step(model, loss(), x, y)
+    truth = estimate(estimator, loss()(model(x), y), params)
+    exact.backward(exact.forward(model, loss(), x, y), gauss_newton=estimator == "ggn")
     torch.testing.assert_close([p.hess_diag for p in params], list(truth))
     torch.testing.assert_close([p.grad for p in params], list(torch.autograd.grad(loss()(model(x), y), params)))
 
@@ -272,11 +274,41 @@ def test_a_machine_without_git_or_proc_is_described_too(monkeypatch):
     def missing(*_, **__):
         raise FileNotFoundError
 
-    monkeypatch.setattr(command.subprocess, "run", missing)
+    monkeypatch.setattr(subprocess, "run", missing)
     monkeypatch.setattr(Path, "read_text", missing)
     found = command.machine(bench.Settings())
     assert found["commit"] == "unknown"
     assert found["cpu"]
+
+
+def test_a_stopwatch_times_updates_by_themselves(monkeypatch):
+    now = [0.0]
+
+    def wait(seconds):
+        now[0] += seconds
+
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: now[0])
+    step = Step(METHODS["sgd"], "eager", SMALL.model(CPU), SMALL.loss(), SMALL.data(CPU))
+    monkeypatch.setattr(step, "forward", lambda: wait(100))
+    monkeypatch.setattr(step, "update", lambda loss: wait(1))
+    watch = measure.Stopwatch(step)
+    times, errors = measure.interleave([measure.Case(watch, 3)], 2, CPU)
+    assert not errors
+    assert times == {0: [101e3, 101e3]}
+    assert watch.update_ms == [1e3, 1e3]
+
+
+@pytest.mark.parametrize("name", ["sgd", "adahesscale", "exact-ggn", "exact-h", "backpack-ggn"])
+def test_an_update_is_all_that_comes_after_the_forward_pass(name):
+    if name.startswith("backpack"):
+        pytest.importorskip("backpack")
+    step = Step(METHODS[name], "eager", SMALL.model(CPU), SMALL.loss(), SMALL.data(CPU))
+    step.optimizer.param_groups[0]["lr"] = 0.01
+    before = [p.detach().clone() for p in step.model.parameters()]
+    loss = step.forward()
+    assert all(p.grad is None and torch.equal(p, q) for p, q in zip(step.model.parameters(), before, strict=True))
+    step.update(loss)
+    assert all(p.grad is not None and not torch.equal(p, q) for p, q in zip(step.model.parameters(), before, strict=True))
 
 
 def test_a_failed_adam_leaves_times_without_ratios(monkeypatch):
@@ -649,14 +681,6 @@ class TestCommandLine:
         assert "TanhBackward0" in invoke("operators", "tanh").output
         assert "AddmmBackward0" not in invoke("operators", "tanh").output
         assert invoke("operators", "nothing").exit_code == 2
-
-    def test_demo_passes_its_options_on(self, invoke, monkeypatch):
-        from hesscale import demo
-
-        given = []
-        monkeypatch.setattr(demo, "main", given.extend)
-        assert invoke("demo", "--epochs", "3").exit_code == 0
-        assert given == ["--epochs", "3"]
 
     def test_main_runs_the_app(self, monkeypatch):
         pytest.importorskip("typer")

@@ -107,6 +107,20 @@ def test_state_dicts_hold_a_tensor_per_parameter():
     assert_same(model, other)
 
 
+@pytest.mark.parametrize("kind", [AdaHesScale, AdaHesScaleGN, Adam])
+def test_a_resumed_run_ends_with_the_very_same_numbers(kind):
+    model, other = network(), network()
+    optimizer, resumed = kind(model.parameters()), kind(other.parameters())
+    train(model, optimizer, range(20))
+    other.load_state_dict(model.state_dict())
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for k in range(20, 40):
+        train(model, optimizer, range(k, k + 1))
+        train(other, resumed, range(k, k + 1))
+        assert is_packed(resumed)
+        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+
+
 def test_loading_into_a_packed_optimizer_replaces_its_averages():
     model, other = network(), network()
     optimizer = AdaHesScale(model.parameters(), lr=0.01)

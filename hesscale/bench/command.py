@@ -6,7 +6,6 @@ import argparse
 import os
 import platform
 import shlex
-import subprocess
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..lab.machine import commit, cpu_model
 from . import report
 from .ensemble import ensemble_row
 from .measure import message, rows_of
@@ -164,7 +164,7 @@ def plan(settings: Settings) -> Work:
 
 
 SWEEPS_BY_NAME = {name: name for name in SWEEPS}
-IN_THE_PAPER = "sgd,adam,adahesscale,adahesscale-gn,adahessian,ggnmc,bl89,backpack-ggn,exact-h"  # the lines of its Appendix D
+IN_THE_PAPER = "sgd,adam,adahesscale,adahesscale-gn,adahessian,ggnmc,bl89,exact-ggn,exact-h"  # the lines of its Appendix D
 
 
 def default_modes(settings: Settings) -> list[str]:
@@ -280,26 +280,3 @@ def machine(settings: Settings) -> dict[str, Any]:
         "system": platform.system(),
         "commit": commit(),
     }
-
-
-def cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def commit() -> str:
-    """The commit of the working tree that this package is in, and whether the package was changed since."""
-    folder = Path(__file__).parent.parent
-
-    def git(*words: str) -> str:
-        done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=True, timeout=10)
-        return done.stdout.strip()
-
-    try:
-        return git("rev-parse", "--short", "HEAD") + (" with changes" if git("status", "--porcelain", ".") else "")
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"

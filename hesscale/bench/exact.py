@@ -1,13 +1,25 @@
-"""The exact Hessian diagonal of a tanh MLP, by the dense recursion over pre-activations of the paper's Figure 1."""
+"""Exact diagonals of a tanh MLP, of its Hessian or GGN, by the dense recursion over pre-activations of the paper's Figure 1."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 
-def exact_diagonal_step(model: nn.Sequential, criterion: nn.Module, x: Tensor, y: Tensor) -> None:
-    """Fill ``.grad`` and ``.hess_diag`` of every weight and bias; cubic in the width, linear in depth and batch."""
+@dataclass
+class Activations:
+    """What a forward pass leaves: of every layer its input h and its pre-activation a = W h + b, and the loss."""
+
+    layers: list[nn.Linear]
+    inputs: list[Tensor]
+    a: list[Tensor]
+    criterion: nn.Module
+    loss: Tensor
+
+
+def forward(model: nn.Sequential, criterion: nn.Module, x: Tensor, y: Tensor) -> Activations:
     layers = [layer for layer in model if isinstance(layer, nn.Linear)]
     inputs, a = [x], []
     for layer in model:
@@ -16,18 +28,30 @@ def exact_diagonal_step(model: nn.Sequential, criterion: nn.Module, x: Tensor, y
             a[-1].retain_grad()
         else:
             inputs.append(layer(a[-1]))
-    criterion(a[-1], y).backward()
+    return Activations(layers, inputs, a, criterion, criterion(a[-1], y))
+
+
+def backward(found: Activations, *, gauss_newton: bool = False) -> None:
+    """Fill ``.grad`` and ``.hess_diag`` of every weight and bias; cubic in the width, linear in depth and batch.
+
+    With H at a, the diagonal of W is diag(H) (h²)ᵀ, and at the layer below H ← f' ∘ Wᵀ H W ∘ f' + diag(f'' ∘ Wᵀg). The GGN
+    leaves f'' out.
+    """
+    found.loss.backward()
     with torch.no_grad():
-        H = output_hessians(criterion, a[-1])
-        for k in reversed(range(len(layers))):
-            W, h = layers[k].weight, inputs[k]
+        H = output_hessians(found.criterion, found.a[-1])
+        for k in reversed(range(len(found.layers))):
+            W, h = found.layers[k].weight, found.inputs[k]
             diagonal = H.diagonal(dim1=1, dim2=2)  # (sample, unit)
             W.hess_diag = diagonal.t() @ h.square()  # type: ignore[attr-defined]
-            layers[k].bias.hess_diag = diagonal.sum(0)  # type: ignore[attr-defined]
+            found.layers[k].bias.hess_diag = diagonal.sum(0)  # type: ignore[attr-defined]
             if k:
                 d1 = 1 - h.square()
                 H = d1.unsqueeze(2) * (W.t() @ H @ W) * d1.unsqueeze(1)
-                H.diagonal(dim1=1, dim2=2).add_(-2 * h * a[k - 1].grad)  # f'' = −2 h f', and f' ∘ Wᵀg is the gradient at a
+                if not gauss_newton:
+                    gradient = found.a[k - 1].grad  # f' ∘ Wᵀg
+                    assert gradient is not None
+                    H.diagonal(dim1=1, dim2=2).add_(-2 * h * gradient)  # f'' = −2 h f'
 
 
 def can_be_exact(model: nn.Sequential) -> bool:

@@ -85,6 +85,25 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+class Stopwatch:
+    """Eager steps whose updates, all that comes after the loss, are timed by themselves too: ``update_ms``, one of each block."""
+
+    def __init__(self, step: Step) -> None:
+        self.step, self.device = step, step.batch[0].device
+        self.update_ms: list[float] = []
+        self.spent, self.calls = 0.0, 0
+
+    def run(self) -> None:
+        loss = self.step.forward()
+        self.spent += timed(lambda: self.step.update(loss), 1, self.device)
+        self.calls += 1
+
+    def rest(self) -> None:
+        self.update_ms.append(1e3 * self.spent / self.calls)
+        self.spent, self.calls = 0.0, 0
+        self.step.rest()
+
+
 def with_peak(
     build: Callable[[], Step], use: Callable[[Step], None], device: torch.device, *, from_the_start: bool
 ) -> tuple[Step, int | None]:

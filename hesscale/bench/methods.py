@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import hesscale
 
-from .exact import can_be_exact, exact_diagonal_step
+from . import exact
 
 EAGER, COMPILED, GRAPH = "eager", "compiled", "graph"
 MODES = {EAGER: "eager", COMPILED: "compiled", GRAPH: "compiled + CUDA graph"}
@@ -33,7 +33,7 @@ class Method:
     label: str
     optimizer: Callable[..., torch.optim.Optimizer]
     period: int = 1  # steps after which its cost repeats
-    source: str = ""  # a BackPACK extension or "exact"; the optimizer's own backward otherwise
+    source: str = ""  # a BackPACK extension, "exact" or "exact-ggn"; the optimizer's own backward otherwise
 
     @property
     def modes(self) -> tuple[str, ...]:
@@ -62,6 +62,7 @@ LIST = [
     Method("backpack-ggn-mc", "BackPACK DiagGGNMC", ours(hesscale.AdaHesScale), source="DiagGGNMC"),
     Method("backpack-ggn", "BackPACK DiagGGNExact (exact GGN)", ours(hesscale.AdaHesScale), source="DiagGGNExact"),
     Method("backpack-h", "BackPACK DiagHessian (exact H)", ours(hesscale.AdaHesScale), source="DiagHessian"),
+    Method("exact-ggn", "exact GGN, dense recursion", ours(hesscale.AdaHesScale), source="exact-ggn"),
     Method("exact-h", "exact H, dense recursion", ours(hesscale.AdaHesScale), source="exact"),
 ]
 METHODS = {method.name: method for method in LIST}
@@ -76,19 +77,18 @@ class Step:
         self.method, self.mode = method, mode
         self.model, self.criterion, self.batch = model, criterion, batch
         self.optimizer: Any = method.optimizer(model.parameters())
-        self.run: Callable[[], Any]
+        self.run: Callable[[], Any] = self.eager
+        self.backward: Callable[[Any], None] = self.own
         if mode != EAGER:
             self.compiled = compiled_step(model, criterion, self.optimizer, mode)
             self.run = functools.partial(self.compiled, *batch)
-        elif method.source == "exact":
-            if not can_be_exact(model):
+        elif method.source.startswith("exact"):
+            if not exact.can_be_exact(model):
                 raise LeftOut("left out: the dense recursion is written for networks of Linear and Tanh alone")
-            self.run = self.exact
+            self.backward = functools.partial(exact.backward, gauss_newton=method.source == "exact-ggn")
         elif method.source:
             self.extend()
-            self.run = self.backpack
-        else:
-            self.run = self.eager
+            self.backward = self.backpack
 
     @property
     def ran_as(self) -> str:
@@ -101,18 +101,25 @@ class Step:
             self.optimizer.zero_grad()
 
     def eager(self) -> None:
+        self.update(self.forward())
+
+    def forward(self) -> Any:
+        """Clear, and go forward, to what :meth:`update` takes."""
         self.optimizer.zero_grad()
-        loss = self.criterion(self.model(self.batch[0]), self.batch[1])
+        if self.method.source.startswith("exact"):
+            return exact.forward(self.model, self.criterion, *self.batch)
+        return self.criterion(self.model(self.batch[0]), self.batch[1])
+
+    def update(self, loss: Any) -> None:
+        """Backward, with the method's curvature, and the optimizer's step."""
+        self.backward(loss)
+        self.optimizer.step()
+
+    def own(self, loss: Tensor) -> None:
         if isinstance(self.optimizer, hesscale.optim.CurvatureOptimizer):
             self.optimizer.backward(loss)
         else:
             loss.backward()
-        self.optimizer.step()
-
-    def exact(self) -> None:
-        self.optimizer.zero_grad()
-        exact_diagonal_step(self.model, self.criterion, *self.batch)
-        self.optimizer.step()
 
     def extend(self) -> None:
         """Make the network and the loss BackPACK's."""
@@ -125,15 +132,13 @@ class Step:
         self.model, self.criterion = package.extend(self.model), package.extend(self.criterion)
         self.field: str = self.extension().savefield
 
-    def backpack(self) -> None:
-        """BackPACK's diagonal, and the update of AdaHesScale with it."""
-        self.optimizer.zero_grad()
+    def backpack(self, loss: Tensor) -> None:
+        """BackPACK's diagonal, for the update of AdaHesScale."""
         with self.extending(self.extension()):
-            self.criterion(self.model(self.batch[0]), self.batch[1]).backward()
+            loss.backward()
         for p in self.model.parameters():
             p.hess_diag = getattr(p, self.field)  # type: ignore[attr-defined]
             delattr(p, self.field)
-        self.optimizer.step()
 
 
 def compiled_step(model: nn.Module, criterion: nn.Module, optimizer: torch.optim.Optimizer, mode: str) -> Any:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..lab.files import write_whole
 from .methods import BASELINE, METHODS, MODES
 from .targets import NOT_MEASURED, Record, Row, Verdict, slopes, spread, verdicts
 from .workloads import CUDA, SWEEPS
@@ -22,6 +23,7 @@ COLOURS = {
     "adahessian": "#8e6bb0",
     "ggnmc": "#7a7a7a",
     "bl89": "#e0a33e",
+    "exact-ggn": "#a6761d",
     "exact-h": "#000000",
 }
 KEYS = {"command", "started", "machine", "rounds", "sweep", "finished", "workloads"}  # of every record
@@ -32,14 +34,13 @@ MARKS = {"eager": "o", "compiled": "s", "graph": "^"}
 
 def save(folder: Path, name: str, record: Record) -> list[str]:
     """The record, its table and its figure, each whole or not at all; the names of the files written."""
-    folder.mkdir(parents=True, exist_ok=True)
-    write(folder / f"{name}.json", lambda path: path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8"))
+    write_whole(folder / f"{name}.json", lambda path: path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8"))
     save_page(folder / f"{name}.md", record)
     written = [f"{name}.json", f"{name}.md"]
     if any("ms" in row for workload in record["workloads"] for row in workload["rows"]):
         try:
             draw = sweep_figure if record["sweep"] else ratio_figure
-            write(folder / f"{name}.png", draw(record))
+            write_whole(folder / f"{name}.png", draw(record))
             written.append(f"{name}.png")
         except ModuleNotFoundError as error:
             written.append(f"no figure, for want of {error.name}")
@@ -47,16 +48,7 @@ def save(folder: Path, name: str, record: Record) -> list[str]:
 
 
 def save_page(path: Path, record: Record) -> None:
-    write(path, lambda partial: partial.write_text(page(record, path.stem), encoding="utf-8"))
-
-
-def write(path: Path, produce: Callable[[Path], Any]) -> None:
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        produce(partial)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_whole(path, lambda partial: partial.write_text(page(record, path.stem), encoding="utf-8"))
 
 
 def load(folder: Path) -> list[tuple[Path, Record]]:
@@ -100,7 +92,7 @@ def insert(path: Path, text: str) -> None:
     if page.count(BEGIN) != 1 or page.count(END) != 1:
         raise ValueError(f"{path} needs one line {BEGIN!r} and one line {END!r}")
     before, after = page.partition(BEGIN)[0], page.partition(END)[2]
-    write(path, lambda partial: partial.write_text(f"{before}{BEGIN}\n\n{text}\n{END}{after}", encoding="utf-8"))
+    write_whole(path, lambda partial: partial.write_text(f"{before}{BEGIN}\n\n{text}\n{END}{after}", encoding="utf-8"))
 
 
 def title(record: Record) -> str:

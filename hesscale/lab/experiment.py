@@ -28,8 +28,9 @@ class Experiment:
         task: a frozen dataclass of plain values: all that decides the numbers of one run, and nothing else.
         tasks: those that settings ask for. The same task asked for by other settings is the same run.
         work: how much that is, in a line.
-        run: does a task, from ``run.state`` on where that is not None, and returns what came out: tensors and plain values by name.
+        run: does a task, from ``run.state`` on where there is one, and returns what came out: tensors and plain values by name.
         sections: what the runs show, whatever settings they differ in; some may be missing.
+        alone: one run at a time, because it measures time.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Experiment:
     work: Callable[[Any], str]
     run: Callable[[Any, Run, Path | None], Mapping[str, Any]]
     sections: Callable[[list[Result]], list[Section]]
+    alone: bool = False
 
     def do(self, store: Store, task: Task, data: Path | None, command: str = "") -> None:
         """Do a task, or what is left of it. ``data`` is where the user keeps data sets."""

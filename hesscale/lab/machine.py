@@ -34,7 +34,7 @@ def packages() -> dict[str, str]:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return {**found, "torch": torch.__version__}
+    return {**found, "torch": str(torch.__version__)}
 
 
 def cpu_model() -> str:

@@ -270,7 +270,11 @@ class CurvatureOptimizer(Optimizer):
                     raise RuntimeError(f"{type(self).__name__} takes dense gradients; build the embedding with sparse=False")
                 key = (p.device, p.dtype, id(p) if group["foreach"] is False else None)
                 self.enter(p, batches.setdefault(key, Batch()))
-            found += [(group, batch) for batch in batches.values()]
+            entered = [(group, batch) for batch in batches.values()]
+            if any(update.is_on_host(batch.steps[0]) and float(batch.steps[0]) > 0 for _, batch in entered):
+                self.pack(entered)  # a state that was loaded: the next step must round as it would have without
+                packed = self.collect_packed(i, group)
+            found += entered if packed is None else [(group, packed)]
         self.check_curvature([batch for _, batch in found])
         return found
 

@@ -1,0 +1,226 @@
+"""Commands made from experiments: their settings are options, and what they ask for is run, watched and shown."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import os
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Optional, get_type_hints
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table as Drawn
+
+from .experiment import PRESETS, Experiment, as_task
+from .plots import Table
+from .store import FINISHED, Store, Task
+from .sweep import Watched, grid, run_tasks
+
+RUNS = Path("out/runs")
+
+
+@dataclass(frozen=True)
+class Where:
+    """How to run what settings ask for."""
+
+    workers: int = dataclasses.field(default=0, metadata={"help": "processes; as many as there are cores unless given"})
+    runs: Path = dataclasses.field(default=RUNS, metadata={"help": "where runs are kept; what is there is not done again"})
+    data: Optional[Path] = dataclasses.field(default=None, metadata={"help": "where data sets are, in place of HESSCALE_DATA"})  # noqa: UP045
+    ray: str = dataclasses.field(default="", metadata={"help": "address of a Ray cluster to run on; 'local' makes one"})
+    tensorboard: bool = dataclasses.field(default=False, metadata={"help": "log for TensorBoard too"})
+    dry_run: bool = dataclasses.field(default=False, metadata={"help": "say how much work it is, and stop"})
+
+    @property
+    def store(self) -> Store:
+        return Store(self.runs, tensorboard=self.tensorboard)
+
+
+def command_of(experiment: Experiment) -> Callable[..., None]:
+    """A function with an option for every setting, as typer reads them."""
+
+    def command(preset: str, **given: Any) -> None:
+        where = Where(**{field.name: given.pop(field.name) for field in dataclasses.fields(Where)})
+        changed = {name: value for name, value in given.items() if value is not None}
+        settings = settings_of(experiment, preset, changed)
+        perform(experiment, tasks_of(experiment, [settings]), where, command_text(experiment.name, preset, changed), settings)
+
+    own = [
+        parameter(field, hints(experiment.settings), None, values_in_presets(experiment, field)) for field in fields(experiment)
+    ]
+    shared = [parameter(field, hints(Where), field.default) for field in dataclasses.fields(Where)]
+    command.__signature__ = inspect.Signature([PRESET, *own, *shared])  # type: ignore[attr-defined]
+    command.__annotations__ = {}
+    command.__doc__ = experiment.title
+    return command
+
+
+def sweep_command(known: Mapping[str, Experiment]) -> Callable[..., None]:
+    """``sweep EXPERIMENT --over setting=value,value …``: every combination of the values."""
+
+    def sweep(experiment: str, preset: str, over: list[str], **given: Any) -> None:
+        if experiment not in known:
+            raise typer.BadParameter(f"{experiment!r} is not one of {', '.join(known)}", param_hint="experiment")
+        chosen = known[experiment]
+        settings = settings_of(chosen, preset, {})
+        try:
+            several = grid(settings, values_over(over))
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="--over") from None
+        command = shlex.join(["hesscale", "sweep", experiment, f"--preset={preset}", *[f"--over={values}" for values in over]])
+        perform(chosen, tasks_of(chosen, several), Where(**given), command, *several)
+
+    argument = typer.Argument(help=f"one of {', '.join(known)}")
+    over = typer.Option("--over", help="a setting and its values, as step_size=0.1,0.01; may be given several times")
+    kind = inspect.Parameter.KEYWORD_ONLY
+    sweep.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            inspect.Parameter("experiment", kind, annotation=Annotated[str, argument]),
+            PRESET,
+            inspect.Parameter("over", kind, default=[], annotation=Annotated[list[str], over]),
+            *[parameter(field, hints(Where), field.default) for field in dataclasses.fields(Where)],
+        ]
+    )
+    sweep.__annotations__ = {}
+    sweep.__doc__ = "Run an experiment with every combination of some settings' values."
+    return sweep
+
+
+def values_over(over: list[str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for text in over:
+        name, equals, values = text.partition("=")
+        if not equals or not values:
+            raise ValueError(f"{text!r} is not of the form setting=value,value")
+        found[name.strip().replace("-", "_")] = [value.strip() for value in values.split(",")]
+    return found
+
+
+def fields(experiment: Experiment) -> tuple[dataclasses.Field[Any], ...]:
+    return dataclasses.fields(experiment.settings)
+
+
+def hints(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls)
+
+
+def parameter(field: dataclasses.Field[Any], types: Mapping[str, Any], default: Any, extra: str = "") -> inspect.Parameter:
+    kind = types[field.name] if default is not None or field.default is None else Optional[types[field.name]]  # noqa: UP045
+    option = typer.Option(f"--{field.name.replace('_', '-')}", help=field.metadata["help"] + extra)
+    if types[field.name] is bool and default is None:
+        option = typer.Option(f"--{field.name.replace('_', '-')}/--no-{field.name.replace('_', '-')}", help=option.help)
+    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
+
+
+PRESET = inspect.Parameter(
+    "preset",
+    inspect.Parameter.KEYWORD_ONLY,
+    default="small",
+    annotation=Annotated[
+        str, typer.Option("--preset", help=f"{', '.join(PRESETS[:-1])} or {PRESETS[-1]}: sets what is not given")
+    ],
+)
+
+
+def values_in_presets(experiment: Experiment, field: dataclasses.Field[Any]) -> str:
+    values = [str(getattr(experiment.presets[preset], field.name)) for preset in PRESETS]
+    if len({*values}) == 1:
+        return f" ({values[0] or 'none'})"
+    return f" ({', '.join(f'{preset} {value}' for preset, value in zip(PRESETS, values, strict=True))})"
+
+
+def settings_of(experiment: Experiment, preset: str, changed: Mapping[str, Any]) -> Any:
+    if preset not in experiment.presets:
+        raise typer.BadParameter(f"{preset!r} is not one of {', '.join(experiment.presets)}", param_hint="--preset")
+    try:
+        return dataclasses.replace(experiment.presets[preset], **changed)
+    except (TypeError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def tasks_of(experiment: Experiment, several: list[Any]) -> list[Task]:
+    """What all settings ask for, each task once."""
+    try:
+        tasks = [as_task(task) for settings in several for task in experiment.tasks(settings)]
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    return [task for i, task in enumerate(tasks) if task not in tasks[:i]]
+
+
+def command_text(name: str, preset: str, changed: Mapping[str, Any]) -> str:
+    """What to type for the same again, wherever runs and data are."""
+    words = [f"--{key.replace('_', '-')}={value}" for key, value in changed.items() if not isinstance(value, bool)]
+    words += [f"--{'' if value else 'no-'}{key.replace('_', '-')}" for key, value in changed.items() if isinstance(value, bool)]
+    return shlex.join(["hesscale", name, f"--preset={preset}", *words])
+
+
+def perform(experiment: Experiment, tasks: list[Task], where: Where, command: str, *several: Any) -> None:
+    """Do what is left of these tasks, with progress, and show the tables of what came out."""
+    console, store = Console(), where.store
+    records = [store.record(experiment.name, task) for task in tasks]
+    done = sum(record is not None and record.status == FINISHED for record in records)
+    console.print(f"[bold]{experiment.name}[/]: {'; '.join(experiment.work(settings) for settings in several)}.", highlight=False)
+    console.print(f"{len(tasks)} runs, {done} of them done before, in {where.runs}", highlight=False)
+    if where.dry_run:
+        return
+    store.request(experiment.name, tasks, command)
+    if done < len(tasks):
+        with bars(console) as progress:
+            watch = watcher(progress, len(tasks))
+            workers = 1 if experiment.alone else where.workers or os.cpu_count() or 1
+            outcome = run_tasks(
+                experiment, store, tasks, workers=workers, data=where.data, command=command, ray=where.ray or None, watch=watch
+            )
+        for directory, error in outcome.failed:
+            console.print(f"[red]failed[/] {directory}: {error}", highlight=False)
+    show(console, experiment, store, tasks)
+    if done < len(tasks) and outcome.failed:
+        raise typer.Exit(1)
+
+
+def bars(console: Console) -> Progress:
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(elapsed_when_finished=True)
+    return Progress(*columns, console=console)
+
+
+def watcher(progress: Progress, total: int) -> Callable[[Watched], None]:
+    """Draws a bar for all runs, and one for each that is being worked on."""
+    whole = progress.add_task("runs", total=total)
+    each: dict[str, Any] = {}
+
+    def draw(watched: Watched) -> None:
+        progress.update(whole, completed=watched.finished)
+        for key, (label, done, all_of_it) in watched.running.items():
+            if key not in each:
+                each[key] = progress.add_task(f"  {label}", total=all_of_it or None)
+            progress.update(each[key], completed=done, total=all_of_it or None)
+        for key in [key for key in each if key not in watched.running]:
+            progress.remove_task(each.pop(key))
+
+    return draw
+
+
+def show(console: Console, experiment: Experiment, store: Store, tasks: list[Task]) -> None:
+    """The tables of an experiment, in the terminal."""
+    results = experiment.results(store, tasks)
+    if not results:
+        return
+    for section in experiment.sections(results):
+        for table in [item for item in section.items if isinstance(item, Table)]:
+            console.print(drawn(table))
+    console.print("Figures: [bold]hesscale report[/]")
+
+
+def drawn(table: Table) -> Drawn:
+    found = Drawn(*[escaped(name) for name in table.header], title=escaped(table.title), caption=escaped(table.caption))
+    for row in table.rows:
+        found.add_row(*[escaped(cell) for cell in row])
+    return found
+
+
+def escaped(text: str) -> str:
+    return text.replace("[", r"\[")

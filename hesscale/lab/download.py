@@ -1,0 +1,103 @@
+"""Files from elsewhere: with the right checksum, whole, and going on where an earlier attempt broke off."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import tarfile
+import zipfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from http.client import HTTPException
+from pathlib import Path
+from typing import IO
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+from .files import write_whole
+
+Progress = Callable[[str, int, "int | None"], None]  # of which file, bytes done, bytes in all where the server says so
+
+CHUNK = 1 << 20
+TIMEOUT = 60  # seconds without a byte
+
+
+class DataError(RuntimeError):
+    """A data set is absent, damaged or cannot be had: which file, and what to do."""
+
+
+def fetch(url: str, path: Path, sha256: str, progress: Progress | None = None) -> None:
+    """Download a file whole, with this checksum, or go on with what an earlier attempt left beside it."""
+    if path.exists():
+        if digest(path) != sha256:
+            raise DataError(f"{path} is there, and is not what {url} has: its sha256 is not {sha256}; move it away")
+        return
+    part = path.with_name(f"{path.name}.part")
+    part.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        transfer(url, part, progress or (lambda *_: None))
+    except (OSError, HTTPException) as error:
+        kept = f"; {part} keeps what came, so download again to go on" if part.exists() else ""
+        raise DataError(f"{url} could not be downloaded ({error}){kept}; or put the file at {path} by hand") from None
+    found = digest(part)
+    if found != sha256:
+        part.unlink()
+        raise DataError(f"{url} sent a file with sha256 {found} where {sha256} belongs; it was thrown away: try again later")
+    write_whole(path, part.rename)
+
+
+def transfer(url: str, part: Path, progress: Progress) -> None:
+    """Add to ``part`` what it lacks."""
+    done = part.stat().st_size if part.exists() else 0
+    request = Request(url, headers={"Range": f"bytes={done}-"} if done else {})
+    try:
+        response = urlopen(request, timeout=TIMEOUT)
+    except HTTPError as error:
+        with error:
+            if error.code == 416 and done:  # there is nothing after it
+                return
+            raise
+    with response:
+        goes_on = response.status == 206
+        done = done if goes_on else 0
+        length = response.headers.get("Content-Length")
+        total = None if length is None else done + int(length)
+        with part.open("ab" if goes_on else "wb") as file:
+            while chunk := response.read(CHUNK):
+                file.write(chunk)
+                done += len(chunk)
+                progress(part.stem, done, total)
+    if total is not None and done != total:
+        raise OSError(f"{done} of {total} bytes came")
+
+
+def digest(path: Path) -> str:
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK):
+            found.update(chunk)
+    return found.hexdigest()
+
+
+def unpack(archive: Path, targets: dict[str, Path]) -> None:
+    """Write these members of a tar or zip archive, and no others, to files of our choosing."""
+    with ExitStack() as stack:
+        content: Callable[[str], IO[bytes] | None]
+        if archive.suffix == ".zip":
+            content = stack.enter_context(zipfile.ZipFile(archive)).open
+        else:
+            content = stack.enter_context(tarfile.open(archive)).extractfile
+        for member, target in targets.items():
+            try:
+                source = content(member)
+            except KeyError:
+                source = None
+            if source is None:
+                raise DataError(f"{archive} has no file {member}")
+            with source:
+                write_whole(target, lambda path, source=source: copy(source, path))  # type: ignore[misc]
+
+
+def copy(source: IO[bytes], path: Path) -> None:
+    with path.open("wb") as file:
+        shutil.copyfileobj(source, file)

@@ -1,0 +1,134 @@
+"""Plots and heat maps as PNG and SVG files, by matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FixedLocator, NullLocator
+
+from .files import write_whole
+from .marks import Mark, as_array, check, few_values, limits, marks
+from .plots import Heat, Plot
+
+SYMBOLS = "os^DvPX<>p"
+MANY = 40  # points of a line, from which on it has no symbols
+STYLE: Any = {
+    "axes.axisbelow": True,
+    "axes.edgecolor": "#444444",
+    "axes.grid": True,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlesize": "medium",
+    "figure.facecolor": "white",
+    "font.size": 9.5,
+    "grid.color": "#e4e4e4",
+    "grid.linewidth": 0.7,
+    "legend.frameon": False,
+    "svg.hashsalt": "hesscale",
+}
+
+
+def save_figure(item: Plot | Heat, stem: Path, colours: Mapping[str, str] | None = None) -> list[Path]:
+    """Write ``stem``.png and ``stem``.svg, the same bytes for the same numbers."""
+    check(item)
+    paths = [stem.with_name(f"{stem.name}.{kind}") for kind in ("png", "svg")]
+    with matplotlib.rc_context(STYLE):
+        figure = draw_heat(item) if isinstance(item, Heat) else draw_plot(item, colours)
+        for path, unwanted in zip(paths, (["Software"], ["Date", "Creator"]), strict=True):
+            metadata = dict.fromkeys(unwanted)
+            write_whole(path, partial(figure.savefig, format=path.suffix[1:], dpi=160, metadata=metadata))
+    return paths
+
+
+def draw_plot(plot: Plot, colours: Mapping[str, str] | None) -> Figure:
+    drawn, _ = marks(plot, colours)
+    slot = min((mark.width for mark in drawn), default=1.0)
+    width = 2.5 + len(plot.categories) * max(0.75, 0.2 / slot)
+    figure = Figure(figsize=(min(11.0, max(6.4, width)), 4.1), layout="constrained")
+    axes = figure.subplots()
+    for mark in drawn:
+        draw_mark(axes, mark)
+    axes.set_title(plain(plot.title))
+    axes.set_xlabel(plain(plot.x_label))
+    axes.set_ylabel(plain(plot.y_label))
+    if plot.log_y:
+        axes.set_yscale("log")
+    if plot.log_x:
+        axes.set_xscale("log")
+    if plot.categories:
+        name_categories(axes, plot)
+    elif values := few_values(plot):
+        axes.xaxis.set_major_locator(FixedLocator(values))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_xticklabels([f"{value:g}" for value in values])
+    if named := [mark for mark in drawn if mark.in_legend]:
+        handles, labels = [handle(mark) for mark in named], [plain(mark.label) for mark in named]
+        figure.legend(handles, labels, loc="outside right upper")
+    return figure
+
+
+def draw_mark(axes: Any, mark: Mark) -> None:
+    if mark.kind == "line":
+        symbol = SYMBOLS[mark.number % len(SYMBOLS)] if len(mark.x) < MANY else ""
+        style = "--" if mark.dashed else "-"
+        axes.plot(mark.x, mark.y, style, color=mark.colour, marker=symbol, markersize=4, linewidth=1.6, zorder=3)
+        if mark.low is not None:
+            axes.fill_between(mark.x, mark.low, mark.high, color=mark.colour, alpha=0.2, linewidth=0)
+        return
+    if mark.kind == "bars":
+        axes.bar(mark.x, mark.y, mark.width, color=mark.colour)
+    else:
+        axes.scatter(mark.x, mark.y, s=11, color=mark.colour, alpha=0.6, linewidths=0, zorder=3)
+    if mark.low is not None:
+        axes.vlines(mark.x, mark.low, mark.high, color="#222222", linewidth=1.1, zorder=4)
+    for left, right, y in mark.medians:
+        axes.plot((left, right), (y, y), color="#222222", linewidth=1.6, solid_capstyle="butt", zorder=5)
+
+
+def handle(mark: Mark) -> Line2D:
+    """What stands for a mark in the legend."""
+    if mark.kind != "line":
+        return Line2D([], [], linestyle="", marker="s" if mark.kind == "bars" else "o", color=mark.colour)
+    symbol = SYMBOLS[mark.number % len(SYMBOLS)] if len(mark.x) < MANY else ""
+    return Line2D([], [], linestyle="--" if mark.dashed else "-", marker=symbol, markersize=4, color=mark.colour)
+
+
+def name_categories(axes: Any, plot: Plot) -> None:
+    is_tight = sum(len(name) + 2 for name in plot.categories) > 70
+    turned = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if is_tight else {}
+    axes.set_xticks(range(len(plot.categories)), [plain(name) for name in plot.categories], **turned)
+    axes.set_xlim(-0.6, len(plot.categories) - 0.4)
+    axes.grid(visible=False, axis="x")
+
+
+def draw_heat(heat: Heat) -> Figure:
+    columns = min(4, len(heat.panels))
+    rows = -(-len(heat.panels) // columns)
+    figure = Figure(figsize=(0.4 + 2.6 * columns, 0.5 + 2.35 * rows), layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False).ravel()
+    for axes in grid[len(heat.panels) :]:
+        axes.remove()
+    for axes, (title, values), (colours, low, high) in zip(grid, heat.panels, limits(heat), strict=False):
+        image = axes.imshow(as_array(values), cmap=colours, vmin=low, vmax=high, interpolation="nearest")
+        axes.set_title(plain(title))
+        axes.grid(visible=False)
+        axes.set_xticks([])
+        axes.set_yticks([])
+        axes.spines[:].set_visible(False)
+        if not heat.shared:
+            figure.colorbar(image, ax=axes, shrink=0.85).ax.tick_params(labelsize=7.5)
+    if heat.shared:
+        figure.colorbar(image, ax=list(grid[: len(heat.panels)]), shrink=0.85)
+    figure.suptitle(plain(heat.title))
+    return figure
+
+
+def plain(text: str) -> str:
+    """For matplotlib, to which two dollars are mathematics."""
+    return text.replace("$", r"\$")

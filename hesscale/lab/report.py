@@ -1,0 +1,225 @@
+"""What runs of a store show: a page, figures, tables and a summary of their numbers, with the commands that made them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .drawing import save_figure
+from .experiment import Experiment, experiments
+from .files import write_whole
+from .interactive import number, numbers
+from .marks import COLOURS, as_array, check, palette
+from .page import is_numeric, page_of, slug
+from .plots import Heat, Plot, Section, Table
+from .store import FAILED, FINISHED, Result, Store, Task
+
+FEW = 8  # values of a setting, up to which each is named
+
+
+@dataclass
+class Account:
+    """What an experiment has to show, and how it was made."""
+
+    name: str
+    title: str
+    command: str = ""
+    sections: list[Section] = field(default_factory=list)
+    asked: int = 0  # runs
+    statuses: Counter[str] = field(default_factory=Counter)
+    problems: list[str] = field(default_factory=list)
+    settings: dict[str, str] = field(default_factory=dict)
+    commits: list[str] = field(default_factory=list)
+    machines: list[str] = field(default_factory=list)
+    started: str = ""
+    finished: str = ""
+
+    @property
+    def items(self) -> list[Plot | Heat | Table]:
+        return [item for section in self.sections for item in section.items]
+
+    @property
+    def plots(self) -> list[Plot]:
+        return [item for item in self.items if isinstance(item, Plot)]
+
+    @property
+    def colours(self) -> dict[str, str] | None:
+        """One colour for a label in all of its plots, unless there are too many labels."""
+        found = palette(self.plots)
+        return found if len(found) <= len(COLOURS) else None
+
+    @property
+    def is_partial(self) -> bool:
+        return self.statuses[FINISHED] < self.asked or bool(self.problems)
+
+    @property
+    def progress(self) -> str:
+        others = [f"{count} {status}" for status, count in self.statuses.items() if status != FINISHED]
+        done = f"{self.statuses[FINISHED]} of {self.asked} runs finished"
+        return done + (f"; {', '.join(others)}" if others else "") + "."
+
+    @property
+    def made(self) -> dict[str, str]:
+        """By which code, on what and when."""
+        found = {
+            "runs": self.progress,
+            "commit": "; ".join(self.commits),
+            "machine": "; ".join(self.machines),
+            "when": f"{self.started} to {self.finished} UTC" if self.finished else "",
+        }
+        return {name: value for name, value in found.items() if value}
+
+    def file_name(self, item: Plot | Heat | Table) -> str:
+        return f"{slug(self.name)}-{slug(item.name)}"
+
+
+def report(store: Store, names: list[str], folder: Path, page: bool = True) -> Path:
+    """Write what the runs of these experiments show, or of all that were asked for; the path to open."""
+    known = experiments()
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"no experiment is named {', '.join(unknown)}; there are {', '.join(sorted(known))}")
+    requests = store.requests()
+    if missing := [name for name in names if name not in requests]:
+        raise ValueError(f"{store.root} has no runs of {', '.join(missing)}: run `hesscale {missing[0]}` first")
+    if not requests:
+        example = next(iter(sorted(known)), "quality")
+        raise ValueError(f"{store.root} has no runs: run an experiment first, such as `hesscale {example}`")
+    accounts = []
+    for name in names or requests:
+        command, tasks = requests[name]
+        if name in known:
+            accounts.append(account_of(store, known[name], command, tasks))
+        else:
+            problem = "This version has no experiment of that name."
+            accounts.append(Account(name, name, command, asked=len(tasks), problems=[problem]))
+    return write_report(accounts, folder, page=page)
+
+
+def account_of(store: Store, experiment: Experiment, command: str, tasks: list[Task]) -> Account:
+    """Read the runs of tasks; those that cannot be read are problems."""
+    account = Account(experiment.name, experiment.title, command, asked=len(tasks), settings=settings_of(tasks))
+    names = {option.name for option in dataclasses.fields(experiment.task)}
+    if any(task.keys() != names for task in tasks):
+        account.problems.append("These runs have other settings than this version of the experiment; run it again.")
+        return account
+    results: list[Result] = []
+    errors: Counter[str] = Counter()
+    for task in tasks:
+        record = store.record(experiment.name, task)
+        status = "not started" if record is None else record.status
+        if record is not None and status == FINISHED:
+            try:
+                results += experiment.results(store, [task])
+            except Exception as error:  # whatever SQLite and torch make of a torn file
+                status, record.problem = "damaged", f"{record.directory} cannot be read: {error}"
+        account.statuses[status] += 1
+        if record is not None and record.problem:
+            account.problems.append(record.problem)
+        elif record is not None and status == FAILED:
+            errors[record.facts["error"]] += 1
+    account.problems += [f"{count} failed: {error}" for error, count in errors.items()]
+    facts = [result.facts for result in results]
+    account.commits = unique(commit for found in facts for commit in found["commits"])
+    account.machines = unique(", ".join(f"{name} {value}" for name, value in found["machine"].items()) for found in facts)
+    account.started = min((found["started"] for found in facts), default="")
+    account.finished = max((found["finished"] for found in facts), default="")
+    account.sections = experiment.sections(results) if results else []
+    return account
+
+
+def write_report(accounts: Sequence[Account], folder: Path, *, page: bool = True) -> Path:
+    """Write figures, ``tables.md``, ``summary.json`` and, with ``page``, ``index.html``; the path to open."""
+    for account in accounts:
+        for item in account.items:
+            check(item)
+        if repeated := [name for name, count in Counter(map(account.file_name, account.items)).items() if count > 1]:
+            raise ValueError(f"{account.name} has more than one figure or table named {', '.join(repeated)}")
+    for account in accounts:
+        for item in account.items:
+            if not isinstance(item, Table):
+                save_figure(item, folder / "figures" / account.file_name(item), account.colours)
+    write_text(folder / "tables.md", "\n".join(markdown(account) for account in accounts))
+    write_text(folder / "summary.json", summary(accounts))
+    if page:
+        write_text(folder / "index.html", page_of(accounts))
+    return folder / "index.html" if page else folder
+
+
+def markdown(account: Account) -> str:
+    """All tables of an experiment."""
+    lines = [f"# {account.title}", "", f"    {account.command}", "", f"{account.progress}", ""]
+    lines += [f"- {problem}" for problem in account.problems] + [""] * bool(account.problems)
+    for item in account.items:
+        if isinstance(item, Table):
+            rule = ["---:" if is_numeric(item, column) else ":---" for column in range(len(item.header))]
+            rows = [row_of(item.header), row_of(rule), *map(row_of, item.rows)]
+            lines += [f"## {item.title}", "", *rows, "", *([item.caption, ""] if item.caption else [])]
+    return "\n".join(lines)
+
+
+def row_of(cells: Sequence[str]) -> str:
+    escaped = [str(cell).replace("|", r"\|").replace("<", "&lt;") for cell in cells]
+    return f"| {' | '.join(' '.join(cell.split()) for cell in escaped)} |"
+
+
+def summary(accounts: Sequence[Account]) -> str:
+    """The numbers of plots and tables, rounded; an experiment on a line."""
+    lines = [f"{json.dumps(account.name)}: {json.dumps(numbers_of(account), ensure_ascii=False)}" for account in accounts]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def numbers_of(account: Account) -> dict[str, Any]:
+    shown = {item.name: describe(item) for item in account.items}
+    return {
+        "command": account.command,
+        "settings": account.settings,
+        **account.made,
+        "problems": account.problems,
+        "shown": shown,
+    }
+
+
+def describe(item: Plot | Heat | Table) -> dict[str, Any]:
+    if isinstance(item, Table):
+        return {"title": item.title, "header": list(item.header), "rows": [[str(cell) for cell in row] for row in item.rows]}
+    if isinstance(item, Heat):
+        matrices = {title: as_array(values) for title, values in item.panels}
+        ends = {title: {"shape": m.shape, "min": number(m.min()), "max": number(m.max())} for title, m in matrices.items()}
+        return {"title": item.title, "panels": ends}
+    return {
+        "title": item.title,
+        "x": list(item.categories) or item.x_label,
+        "y": item.y_label,
+        "series": [
+            {"label": series.label}
+            | {
+                name: numbers(as_array(values))
+                for name in ("x", "y", "low", "high")
+                if (values := getattr(series, name)) is not None
+            }
+            for series in item.series
+        ],
+    }
+
+
+def settings_of(tasks: Sequence[Task]) -> dict[str, str]:
+    """Each setting with its value, or with those that it takes."""
+    found = {}
+    for name in tasks[0] if tasks else ():
+        values = [str(value) or "–" for value in unique(task.get(name) for task in tasks)]
+        is_long = len(values) > FEW
+        found[name] = f"{len(values)} values, {values[0]} … {values[-1]}" if is_long else ", ".join(values)
+    return found
+
+
+def unique(values: Iterable[Any]) -> list[Any]:
+    return list(dict.fromkeys(values))
+
+
+def write_text(path: Path, text: str) -> None:
+    write_whole(path, lambda partial: partial.write_text(text, encoding="utf-8"))

@@ -1,0 +1,217 @@
+"""Tasks of an experiment, done in worker processes or on a Ray cluster, and the settings of a sweep.
+
+What was done before is not done again. A worker that dies takes no other with it, and its task goes on from its checkpoint; a
+task that raises is noted as failed. The numbers are the same wherever a task is done: on one thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
+
+import torch
+
+from .experiment import Experiment
+from .store import FINISHED, Store, Task, key_of
+
+RETRIES = 3  # of a task whose worker died
+POLL_SECONDS = 0.5
+Settings = TypeVar("Settings")
+
+
+class Interrupted(KeyboardInterrupt):
+    """Stopped by the user; says how to go on."""
+
+
+@dataclass
+class Watched:
+    """How far a sweep is.
+
+    Attributes:
+        finished: how many runs are, with those of before.
+        running: of each that is being worked on, by key: a label, what is done, and of how much (0 if it has not said).
+    """
+
+    finished: int
+    running: dict[str, tuple[str, int, int]]
+
+
+@dataclass
+class Outcome:
+    """How many runs are finished, with those of before, and the directories of the others with what went wrong."""
+
+    finished: int = 0
+    failed: list[tuple[Path, str]] = field(default_factory=list)
+
+
+def run_tasks(
+    experiment: Experiment,
+    store: Store,
+    tasks: list[Task],
+    *,
+    workers: int,
+    data: Path | None,
+    command: str,
+    ray: str | None = None,
+    watch: Callable[[Watched], None] | None = None,
+) -> Outcome:
+    """Do what is left of some tasks.
+
+    Args:
+        workers: processes at a time; 0 is this one.
+        data: where data sets are; the same path on all machines.
+        command: what to type for the same again.
+        ray: address of a Ray cluster to do it on, or "local".
+        watch: is called now and then, and at the end.
+    """
+    if workers < 0:
+        raise ValueError(f"workers is {workers}; it must not be negative")
+    sweep = Sweep(portable(experiment), store, tasks, data and data.absolute(), command, watch)
+    try:
+        if ray is not None:
+            from .cluster import run_on_ray
+
+            run_on_ray(sweep, ray, workers)
+        elif workers:
+            from .workers import run_in_processes
+
+            run_in_processes(sweep, workers)
+        else:
+            run_here(sweep)
+    except KeyboardInterrupt:
+        done = f"{sweep.outcome.finished} of {sweep.total} runs are finished"
+        raise Interrupted(f"stopped; {done}, and the others go on from their last checkpoints with: {command}") from None
+    sweep.show([])
+    return sweep.outcome
+
+
+class Sweep:
+    """Which tasks are left, by key, and what became of the others."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        store: Store,
+        tasks: list[Task],
+        data: Path | None,
+        command: str,
+        watch: Callable[[Watched], None] | None,
+    ) -> None:
+        self.experiment, self.store, self.data, self.command, self.watch = experiment, store, data, command, watch
+        self.tasks = {key_of(experiment.name, task): task for task in tasks}
+        self.total = len(self.tasks)
+        self.deaths: Counter[str] = Counter()
+        self.left = deque(key for key in self.tasks if not self.is_finished(key))
+        self.outcome = Outcome(finished=self.total - len(self.left))
+
+    def is_finished(self, key: str) -> bool:
+        record = self.store.record(self.experiment.name, self.tasks[key])
+        return record is not None and record.status == FINISHED
+
+    def directory(self, key: str) -> Path:
+        return self.store.directory(self.experiment.name, self.tasks[key])
+
+    def settle(self, key: str, error: str) -> None:
+        """A task is done, or will not be."""
+        if error:
+            self.outcome.failed.append((self.directory(key), error))
+        else:
+            self.outcome.finished += 1
+
+    def again(self, key: str, reason: str) -> None:
+        """Its worker died."""
+        self.deaths[key] += 1
+        if self.deaths[key] <= RETRIES:
+            self.left.appendleft(key)
+        else:
+            self.settle(key, f"its worker died {self.deaths[key]} times, at last with {reason}")
+
+    def show(self, keys: Iterable[str]) -> None:
+        if self.watch is None:
+            return
+        running = {}
+        for key in keys:
+            record = self.store.record(self.experiment.name, self.tasks[key])
+            facts = {} if record is None else record.facts
+            running[key] = self.label(key), facts.get("done", 0), facts.get("total", 0)
+        self.watch(Watched(self.outcome.finished, running))
+
+    def label(self, key: str) -> str:
+        """Those of its settings that not all tasks have."""
+        task, others = self.tasks[key], self.tasks.values()
+        different = [f"{name}={value}" for name, value in task.items() if any(other.get(name) != value for other in others)]
+        return " ".join(different) or self.experiment.name
+
+
+def portable(experiment: Experiment) -> Experiment:
+    """As much of it as a worker needs: the rest may be something that cannot be sent."""
+    return dataclasses.replace(experiment, presets={}, tasks=unknown, work=unknown, sections=unknown)
+
+
+def unknown(_: Any) -> Any:
+    raise NotImplementedError
+
+
+def attempt(experiment: Experiment, store: Store, task: Task, data: Path | None, command: str) -> str:
+    """Do a task. Returns what went wrong, if anything did; the run has the traceback."""
+    try:
+        experiment.do(store, task, data, command)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def run_here(sweep: Sweep) -> None:
+    with one_thread():
+        while sweep.left:
+            key = sweep.left.popleft()
+            sweep.show([key])
+            sweep.settle(key, attempt(sweep.experiment, sweep.store, sweep.tasks[key], sweep.data, sweep.command))
+
+
+def grid(settings: Settings, over: Mapping[str, Sequence[Any]]) -> list[Settings]:
+    """Settings with every combination of some fields' values, which may be text."""
+    hints = get_type_hints(type(settings))
+    names = [each.name for each in dataclasses.fields(settings)]  # type: ignore[arg-type]
+    for name, values in over.items():
+        if name not in names:
+            raise ValueError(f"{name} is not a setting; these are: {', '.join(names)}")
+        if not values:
+            raise ValueError(f"{name} has no values to sweep over")
+    several = [dict.fromkeys(parse(name, hints[name], value) for value in values) for name, values in over.items()]
+    return [dataclasses.replace(settings, **dict(zip(over, each, strict=True))) for each in itertools.product(*several)]  # type: ignore[type-var]
+
+
+def parse(name: str, kind: type, value: Any) -> Any:
+    """A value of a field's type, from itself or from text."""
+    text = str(value).strip()
+    words = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}
+    try:
+        if kind is bool:
+            return words[text.lower()]
+        if kind is int:
+            return int(text)
+        if kind is float and not math.isnan(float(text)):
+            return float(text)
+    except (ValueError, KeyError):
+        pass
+    if kind is str:
+        return text
+    raise ValueError(f"{name} is {text!r}, which is not a value of type {getattr(kind, '__name__', kind)}")
