@@ -251,11 +251,12 @@ def test_sections_weigh_blocks_by_their_networks():
     mean, _, error = table.rows[4][1].split()
     assert abs(float(mean) - 0.0884) < 5 * float(error) < 0.01
     assert before.panels[2][1][0][0] == pytest.approx(diagonal)
-    dots, mean, published, *_ = plot.series
+    dots, mean, averaged, published, *_ = plot.series
     assert (dots.kind, dots.x) == ("dots", [0, 1, 2, 3] * 6)
     assert dots.y == pytest.approx([0.5] * 20 + [0.8] * 4)
     assert mean.y == pytest.approx([0.55] * 4)
     assert mean.high[0] - mean.low[0] == pytest.approx(0.1)
+    assert averaged.y[0] == pytest.approx(diagonal / math.hypot(diagonal, 1))
     assert published.y == dominance.PUBLISHED["before"]
     assert "6 networks" in section.text
     assert "EMNIST-47 subset" in section.title

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import math
 import multiprocessing
 import os
@@ -308,6 +309,9 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path):
     with pytest.raises(DamagedRun, match=r"run\.sqlite is of another run"):
         EXPERIMENT.do(store, TASK, None)
     assert "is of another run" in store.record("toy", TASK).problem
+    another_database(directory / "run.sqlite")
+    with pytest.raises(DamagedRun, match=r"run\.sqlite is not a database of a run; move it away"):
+        EXPERIMENT.do(store, TASK, None)
     (directory / "run.sqlite").unlink()
     with pytest.raises(DamagedRun, match=r"run\.sqlite is not there"):
         EXPERIMENT.do(store, TASK, None)
@@ -380,14 +384,19 @@ def test_whoever_looks_is_in_nobodys_way(tmp_path):
     thread = threading.Thread(target=look)
     thread.start()
     process.join()
-    for i in range(10):
-        with store.open("toy", as_task(Task(seed=100 + i))):
-            pass
     stop.set()
     thread.join()
     assert process.exitcode == 0
     assert not errors
     assert seen >= {"running", "finished"}
+
+
+def test_a_run_waits_for_whoever_only_looks(tmp_path):
+    (tmp_path / "lock").touch()
+    looking = (tmp_path / "lock").open()
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    threading.Timer(0.2, looking.close).start()
+    locks.lock(tmp_path).close()
 
 
 def test_progress_reaches_whoever_waits(tmp_path, monkeypatch):
@@ -427,6 +436,12 @@ def test_a_directory_removed_meanwhile(tmp_path, is_there_again):
             run.checkpoint({"step": 1})
     assert not (store.directory("toy", TASK) / "checkpoint.pt").exists()
     assert is_there_again == (store.record("toy", TASK) is not None)
+
+
+def test_an_error_is_not_hidden_by_those_that_it_leads_to(tmp_path):
+    with pytest.raises(ZeroDivisionError), Store(tmp_path).open("toy", TASK) as run:  # noqa: PT012
+        shutil.rmtree(run.directory)
+        run.pending.append((0, "loss", 1 / 0))
 
 
 def test_a_full_disk(tmp_path, alone, monkeypatch):

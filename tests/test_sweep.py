@@ -34,7 +34,7 @@ def alone(tmp_path: Path, tasks: list[dict]) -> list:
 
 
 def test_all_become_of_what_they_should(tmp_path, monkeypatch):
-    """Two are fine, one of them asked for twice; one was done before; one raises; one's process always dies, and one's only once."""
+    """Two are fine, one of them asked for twice; one was done before; one raises; a process dies always, and another once."""
     monkeypatch.setattr(sweep_module, "RETRIES", 1)
     done, *fine = [as_task(Task(seed)) for seed in range(3)]
     dies_once, raises, dies = [as_task(Task(seed, fault=fault)) for seed, fault in enumerate(("die once", "raise", "die"))]

@@ -33,6 +33,7 @@ RANDOM_MATRICES = 100
 PUBLISHED = {"before": (0.94, 0.91, 0.89, 0.91), "after": (0.75, 0.54, 0.81, 0.98)}
 OF_PAPER = "The paper's values are of 300 networks on EMNIST."
 COLOURS = {"before": "#1f77b4", "after": "#d62728"}
+AVERAGED = {"before": "#17becf", "after": "#ff7f0e"}  # of what is averaged over networks first
 
 # f, and f' and f'' from h = f(a)
 ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], tuple[Tensor, Tensor]]]] = {
@@ -284,7 +285,10 @@ def section(name: str, task: Task, blocks: list[Result]) -> Section:
         text += (
             f"\n\n{zero} times all Hessians of a layer were zero, for want of an active unit, and are left out of the means of ρ."
         )
-    items: list[Plot | Heat | Table] = [table(name, title, setting, ratios, magnitudes), plot(name, title, setting, ratios)]
+    items: list[Plot | Heat | Table] = [
+        table(name, title, setting, ratios, magnitudes),
+        plot(name, title, setting, ratios, magnitudes),
+    ]
     for when, matrices in magnitudes.items():
         panels: list[tuple[str, Sequence[Sequence[float]]]] = [(f"layer {l + 1}", H.tolist()) for l, H in enumerate(matrices)]
         items.append(Heat(f"{name}-{when}", f"Mean |∇²L| at pre-activations {when} training, {title}", panels, caption=setting))
@@ -306,7 +310,7 @@ def table(name: str, title: str, setting: str, ratios: dict[str, Tensor], magnit
     return Table(f"{name}-table", f"Diagonal dominance before and after training, {title}", header, rows, caption)
 
 
-def plot(name: str, title: str, setting: str, ratios: dict[str, Tensor]) -> Plot:
+def plot(name: str, title: str, setting: str, ratios: dict[str, Tensor], magnitudes: dict[str, Tensor]) -> Plot:
     layers, series = [float(l) for l in range(LAYERS)], []
     for when, published in PUBLISHED.items():
         x, y, colour = layers * len(ratios[when]), ratios[when].flatten().tolist(), COLOURS[when]
@@ -314,7 +318,8 @@ def plot(name: str, title: str, setting: str, ratios: dict[str, Tensor]) -> Plot
         low, high = ([m + sign * e for m, e in zip(means, errors, strict=True)] for sign in (-1, 1))
         series.append(Series(f"{when}, each network", x, y, kind="dots", colour=colour))
         series.append(Series(f"{when}, mean", layers, means, low, high, colour=colour))
-        series.append(Series(f"{when}, paper", layers, published, colour=colour, dashed=True))
+        series.append(Series(f"{when}, of mean |H|", layers, rho(magnitudes[when]).tolist(), colour=AVERAGED[when]))
+        series.append(Series(f"{when}, of mean |H|, paper", layers, published, colour=AVERAGED[when], dashed=True))
     random = float(rho(gaussian(RANDOM_MATRICES, WIDTH, WIDTH)).mean())
     series.append(Series("random Gaussian matrix", layers, [random] * LAYERS, colour="#7f7f7f", dashed=True))
     title, caption = f"Diagonal dominance at pre-activations, {title}", f"{setting}. Bands are standard errors. {OF_PAPER}"

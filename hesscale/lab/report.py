@@ -17,7 +17,7 @@ from .interactive import number, numbers
 from .marks import COLOURS, as_array, check, palette
 from .page import is_numeric, page_of, slug
 from .plots import Heat, Plot, Section, Table
-from .store import FAILED, FINISHED, Result, Store, Task
+from .store import FAILED, FINISHED, DamagedRun, Result, Store, Task
 
 FEW = 8  # values of a setting, up to which each is named
 
@@ -115,7 +115,7 @@ def account_of(store: Store, experiment: Experiment, command: str, tasks: list[T
         if record is not None and status == FINISHED:
             try:
                 results += experiment.results(store, [task])
-            except Exception as error:  # whatever SQLite and torch make of a torn file
+            except (DamagedRun, TypeError) as error:  # or a task that this version does not know
                 status, record.problem = "damaged", f"{record.directory} cannot be read: {error}"
         account.statuses[status] += 1
         if record is not None and record.problem:
