@@ -9,6 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from hesscale import cli
+from hesscale.lab import commands
+from hesscale.lab.sweep import Interrupted
 
 NAMES = ("cost", "dominance", "quality", "training")
 
@@ -98,6 +100,26 @@ def test_a_run_that_fails_is_said_with_the_reason(invoke):
     assert result.exit_code == 1
     assert "a network diverged" in words_of(result)
     assert "failed" in words_of(invoke("runs"))
+
+
+def test_an_interrupted_command_says_how_to_go_on(invoke, monkeypatch):
+    def interrupted(*_, **__):
+        raise Interrupted("stopped; go on with: hesscale quality")
+
+    monkeypatch.setattr(commands, "run_tasks", interrupted)
+    result = invoke("quality", "--preset", "smoke")
+    assert result.exit_code == 130
+    assert "go on with: hesscale quality" in words_of(result)
+
+
+def test_a_damaged_run_is_named(invoke, tmp_path):
+    invoke("quality", "--preset", "smoke", "--examples", "1", "--workers", "1")
+    (database,) = tmp_path.glob("out/runs/quality/*/run.sqlite")
+    database.write_bytes(database.read_bytes()[:5000])
+    result = invoke("quality", "--preset", "smoke", "--examples", "1", "--workers", "1")
+    assert result.exit_code == 1
+    assert "run.sqlite" in words_of(result)
+    assert "damaged" in words_of(invoke("runs"))
 
 
 def test_absent_data_is_named(invoke):

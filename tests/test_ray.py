@@ -16,7 +16,7 @@ from hesscale.lab.cluster import put, take, work_for_a_while
 from hesscale.lab.experiment import as_task
 from hesscale.lab.locks import is_locked, lock
 from hesscale.lab.store import Pause, Store
-from hesscale.lab.sweep import Sweep, run_tasks
+from hesscale.lab.sweep import Interrupted, Sweep, run_tasks
 
 ROOT = Path(__file__).parent.parent
 
@@ -91,6 +91,23 @@ def test_a_node_that_dies(tmp_path, two_nodes, monkeypatch):
     assert (outcome.finished, outcome.failed) == (5, [])
     assert [numbers(store, task) for task in tasks] == alone(tmp_path, tasks)
     assert not any(is_locked(store.directory("toy", task)) for task in tasks)
+
+
+@pytest.mark.slow
+def test_interrupted(tmp_path, two_nodes, monkeypatch):
+    """What has come back is kept, nothing is left locked, and it goes on here to the same numbers."""
+    monkeypatch.setattr(cluster_module, "SLICE_SECONDS", 0.3)
+    task, store = as_task(Task(0, steps=100, is_slow=True)), Store(tmp_path / "runs")
+
+    def watch(watched) -> None:
+        if any(done > 0 for _, done, _ in watched.running.values()):
+            raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted, match="0 of 1 runs are finished"):
+        run_tasks(EXPERIMENT, store, [task], workers=1, data=None, command="", ray=two_nodes.address, watch=watch)
+    assert store.record("toy", task).status == "interrupted"
+    run_tasks(EXPERIMENT, store, [task], workers=0, data=None, command="")
+    assert [numbers(store, task)] == alone(tmp_path, [task])
 
 
 @pytest.mark.slow

@@ -18,8 +18,8 @@ from rich.table import Table as Drawn
 
 from .experiment import PRESETS, Experiment, as_task
 from .plots import Table
-from .store import FINISHED, Store, Task
-from .sweep import Watched, grid, run_tasks
+from .store import FINISHED, DamagedRun, Store, Task
+from .sweep import Interrupted, Watched, grid, run_tasks
 
 RUNS = Path("out/runs")
 
@@ -168,18 +168,32 @@ def perform(experiment: Experiment, tasks: list[Task], where: Where, command: st
     if where.dry_run:
         return
     store.request(experiment.name, tasks, command)
-    if done < len(tasks):
-        with bars(console) as progress:
-            watch = watcher(progress, len(tasks))
-            workers = 1 if experiment.alone else where.workers or os.cpu_count() or 1
-            outcome = run_tasks(
-                experiment, store, tasks, workers=workers, data=where.data, command=command, ray=where.ray or None, watch=watch
-            )
-        for directory, error in outcome.failed:
-            console.print(f"[red]failed[/] {directory}: {error}", highlight=False)
+    failed = do(console, experiment, tasks, where, command) if done < len(tasks) else []
+    for directory, error in failed:
+        console.print(f"[red]failed[/] {escaped(f'{directory}: {error}')}", highlight=False)
     show(console, experiment, store, tasks)
-    if done < len(tasks) and outcome.failed:
+    if failed:
         raise typer.Exit(1)
+
+
+def do(console: Console, experiment: Experiment, tasks: list[Task], where: Where, command: str) -> list[tuple[Path, str]]:
+    """Run what is left. Returns what failed."""
+    workers = 1 if experiment.alone else where.workers or os.cpu_count() or 1
+    try:
+        with bars(console) as progress:
+            return run_tasks(
+                experiment,
+                where.store,
+                tasks,
+                workers=workers,
+                data=where.data,
+                command=command,
+                ray=where.ray or None,
+                watch=watcher(progress, len(tasks)),
+            ).failed
+    except Interrupted as stopped:
+        console.print(escaped(str(stopped)), highlight=False)
+        raise typer.Exit(130) from None
 
 
 def bars(console: Console) -> Progress:
@@ -206,7 +220,11 @@ def watcher(progress: Progress, total: int) -> Callable[[Watched], None]:
 
 def show(console: Console, experiment: Experiment, store: Store, tasks: list[Task]) -> None:
     """The tables of an experiment, in the terminal."""
-    results = experiment.results(store, tasks)
+    try:
+        results = experiment.results(store, tasks)
+    except DamagedRun as error:
+        console.print(f"[red]damaged[/] {escaped(str(error))}", highlight=False)
+        raise typer.Exit(1) from None
     if not results:
         return
     for section in experiment.sections(results):
