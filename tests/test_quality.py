@@ -399,7 +399,7 @@ def made_up(task, best=1.0):
 
 
 def items(section):
-    return {item.name.removeprefix("quality-"): item for item in section.items}
+    return {item.name.removeprefix("digits-"): item for item in section.items}
 
 
 def test_sections_join_blocks():

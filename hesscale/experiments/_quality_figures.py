@@ -89,7 +89,7 @@ def section(found: Findings, differ: list[str]) -> Section:
     """Named after the settings that differ between sections."""
     task, layers = found.task, "-".join(map(str, found.sizes))
     values = [f"{name} {getattr(task, name) if getattr(task, name) != '' else 'none'}".replace("_", " ") for name in differ]
-    name = "-".join(["quality", *[value.replace(" ", "-") for value in values]])
+    name = "-".join([value.replace(" ", "-") for value in values] or [task.dataset])
     pixels = "pixels standardized" if task.standardize else "pixels in [0, 1]"
     text = (
         f"{len(found.errors)} tanh networks {layers}, initialized as nn.Linear is, learn {task.examples} examples of "

@@ -154,11 +154,13 @@ def markdown(account: Account) -> str:
     """All tables of an experiment."""
     lines = [f"# {account.title}", "", f"    {account.command}", "", f"{account.progress}", ""]
     lines += [f"- {problem}" for problem in account.problems] + [""] * bool(account.problems)
-    for item in account.items:
-        if isinstance(item, Table):
+    for section in account.sections:
+        if tables := [item for item in section.items if isinstance(item, Table)]:
+            lines += [f"## {section.title}", ""]
+        for item in tables:
             rule = ["---:" if is_numeric(item, column) else ":---" for column in range(len(item.header))]
             rows = [row_of(item.header), row_of(rule), *map(row_of, item.rows)]
-            lines += [f"## {item.title}", "", *rows, "", *([item.caption, ""] if item.caption else [])]
+            lines += [f"### {item.title}", "", *rows, "", *([item.caption, ""] if item.caption else [])]
     return "\n".join(lines)
 
 
