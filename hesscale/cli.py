@@ -13,7 +13,7 @@ try:
     import typer
     from rich.console import Console
     from rich.progress import Progress, TaskID
-    from rich.table import Table
+    from rich.table import Column, Table
 except ModuleNotFoundError as missing:
     raise ModuleNotFoundError(f"the command line needs {missing.name}: pip install 'hesscale[experiments]'") from None
 
@@ -23,7 +23,7 @@ from .bench import HELP, Settings
 from .bench import run as run_bench
 from .bench.report import HEADER, cells
 from .bench.targets import slopes
-from .lab.commands import RUNS, Where, command_of, command_text, perform, settings_of, sweep_command, tasks_of
+from .lab.commands import RUNS, Where, command_of, command_text, escaped, perform, settings_of, sweep_command, tasks_of
 from .lab.data import download, load, names
 from .lab.download import DataError
 from .lab.experiment import experiments
@@ -106,10 +106,13 @@ def runs(
     where: Annotated[Path, typer.Option("--runs", help="where runs are kept")] = RUNS,
 ) -> None:
     """List runs: what they are, how far they are, and what went wrong."""
+    if only != "*" and only not in EXPERIMENTS:
+        raise typer.BadParameter(f"{only!r} is not one of {', '.join(EXPERIMENTS)}")
     records = Store(where).records(only)
     if not records:
-        raise typer.BadParameter(f"there are no runs below {where}; an experiment makes some, such as hesscale quality")
-    table = Table("experiment", "task", "status", "progress", "started (UTC)", "directory")
+        raise typer.BadParameter(f"there are no such runs below {where}; an experiment makes some, such as hesscale quality")
+    columns = ("experiment", "task", "status", "progress", "started (UTC)", "directory")
+    table = Table(*[Column(name, overflow="fold") for name in columns])
     for record in records:
         facts = record.facts
         task = " ".join(f"{name}={value}" for name, value in facts.get("task", {}).items())
@@ -149,8 +152,8 @@ def demo(
         settings = settings_of(EXPERIMENTS[name], "small", {})
         tasks = tasks_of(EXPERIMENTS[name], [settings])
         perform(EXPERIMENTS[name], tasks, Where(runs=where), command_text(name, "small", {}), settings)
+    Console().print(f"Took {time.perf_counter() - started:.0f} s. Open the page in a browser:", highlight=False)
     report(names, where, out)
-    Console().print(f"Took {time.perf_counter() - started:.0f} s. Open the page in a browser.", highlight=False)
 
 
 @app.command()
@@ -185,14 +188,19 @@ def explain(
     sys.path.insert(0, "")
     try:
         made = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise typer.BadParameter(str(error)) from None
-    print(hesscale.explain(made()))
+        explanation = hesscale.explain(made())
+    except Exception as error:  # whatever is wrong with it
+        raise typer.BadParameter(f"{type(error).__name__}: {error}") from None
+    print(explanation)
 
 
 def main() -> None:
     """Run the command line."""
-    app()
+    try:
+        app()
+    except (DamagedRun, OSError) as error:
+        Console(stderr=True).print(f"[red]{type(error).__name__}[/] {escaped(str(error))}", highlight=False)
+        raise SystemExit(1) from None
 
 
 if __name__ == "__main__":

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import struct
 import textwrap
 
+import numpy
 import pytest
 from typer.testing import CliRunner
 
@@ -64,7 +66,7 @@ def test_an_experiment_runs_once_and_is_reported(invoke, tmp_path):
 
 
 def test_a_sweep_asks_for_every_combination(invoke):
-    over = ["--over", "step_size=0.1,0.01", "--over", "networks=1,2"]
+    over = ["--over", "step_size=0.1", "--over", "step-size=0.01", "--over", "networks=1,2"]
     result = invoke("sweep", "quality", "--preset", "smoke", *over, "--dry-run")
     assert result.exit_code == 0, result.output
     assert "4 runs" in words_of(result)
@@ -81,12 +83,15 @@ def test_a_sweep_asks_for_every_combination(invoke):
         (["sweep", "quality", "--over", "step_size"], "'step_size' is not of the form"),
         (["sweep", "quality", "--over", "speed=1"], "speed is not a setting"),
         (["sweep", "quality", "--over", "step_size=fast"], "'fast'"),
-        (["runs"], "there are no runs below"),
+        (["quality", "--workers", "-1"], "-1 is negative"),
+        (["runs"], "there are no such runs below"),
+        (["runs", "nothing"], "'nothing' is not one of"),
         (["report"], "hesscale"),
         (["report", "nothing"], "nothing"),
         (["data", "nothing"], "there is no data set 'nothing'"),
         (["explain", "module"], "is not of the form module:function"),
         (["explain", "no_such_module:loss"], "no_such_module"),
+        (["explain", "json:loads"], "TypeError"),
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(invoke, words, told):
@@ -126,6 +131,36 @@ def test_absent_data_is_named(invoke):
     result = invoke("quality", "--preset", "smoke", "--dataset", "mnist", "--workers", "1", "--data", "nowhere")
     assert result.exit_code == 1
     assert "hesscale data mnist" in words_of(result)
+
+
+def mnist_like(root, seed):
+    """Files with MNIST's names and shapes, and other pixels."""
+    generator = numpy.random.default_rng(seed)
+    (root / "MNIST" / "raw").mkdir(parents=True)
+    for split, count in (("train", 60_000), ("t10k", 10_000)):
+        images, labels = generator.integers(0, 256, (count, 28, 28), numpy.uint8), generator.integers(0, 10, count, numpy.uint8)
+        for kind, values in (("images-idx3", images), ("labels-idx1", labels)):
+            head = struct.pack(f">BBBB{values.ndim}I", 0, 0, 8, values.ndim, *values.shape)
+            (root / "MNIST" / "raw" / f"{split}-{kind}-ubyte").write_bytes(head + values.tobytes())
+
+
+def test_runs_with_other_data_of_the_same_name_are_not_mixed_up(invoke, tmp_path):
+    for seed, name in enumerate(("one", "another")):
+        mnist_like(tmp_path / name, seed)
+    command = ["quality", "--preset", "smoke", "--examples", "1", "--dataset", "mnist", "--workers", "1"]
+    assert invoke(*command, "--data", "one").exit_code == 0
+    assert invoke(*command, "--data", "one").exit_code == 0
+    refused = invoke(*command, "--data", "another")
+    assert refused.exit_code == 2
+    assert "was done with other data of the same name" in words_of(refused)
+    assert invoke(*command, "--data", "nowhere").exit_code == 0  # nothing is left to do
+
+
+def test_a_failed_request_does_not_hide_what_was_done(invoke, tmp_path):
+    assert invoke("quality", "--preset", "smoke", "--examples", "1", "--workers", "1").exit_code == 0
+    assert invoke("quality", "--preset", "smoke", "--dataset", "mnist", "--data", "nowhere", "--workers", "1").exit_code == 1
+    assert invoke("report", "--no-page").exit_code == 0
+    assert "--examples=1" in (tmp_path / "out" / "report" / "summary.json").read_text()
 
 
 def test_digits_need_no_download(invoke):

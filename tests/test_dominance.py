@@ -277,7 +277,7 @@ def test_sections_keep_settings_apart_and_leave_out_hessians_that_are_zero():
 
 
 def test_one_network_has_a_mean_and_no_standard_error():
-    assert EXPERIMENT.sections([result(0.5, 1.0, count=1)])[0].items[0].rows[0][1] == "0.500 ± nan"
+    assert EXPERIMENT.sections([result(0.5, 1.0, count=1)])[0].items[0].rows[0][1] == "0.500"
 
 
 def off_diagonal_squares(W: torch.Tensor, h: torch.Tensor) -> torch.Tensor:

@@ -103,7 +103,7 @@ def test_interrupted_in_this_process(tmp_path):
             raise KeyboardInterrupt
 
     tasks = [as_task(Task(seed)) for seed in range(3)]
-    with pytest.raises(Interrupted, match=r"1 of 3 runs are finished, and the others go on .* with: hesscale toy"):
+    with pytest.raises(Interrupted, match=r"1 of 3 runs are finished, and the same command goes on"):
         run_tasks(EXPERIMENT, Store(tmp_path), tasks, workers=0, data=None, command="hesscale toy", watch=watch)
 
 
@@ -143,8 +143,7 @@ def test_a_driver_that_is_stopped(tmp_path, how, monkeypatch):
     _, errors = driver.communicate()
     assert driver.returncode != 0
     if how == signal.SIGINT:
-        assert "Interrupted: stopped; 0 of 3 runs are finished, and the others go on" in errors
-        assert "with: hesscale toy" in errors
+        assert "Interrupted: stopped; 0 of 3 runs are finished, and the same command goes on" in errors
     while "running" in Counter(record.status for record in store.records()):
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -155,14 +155,14 @@ def table_of_errors(found: Findings, name: str) -> Table:
         (m, spread(found.error(m)), spread(found.relative(m)), spread(found.error(m) / norm)) for m in SHOWN
     ]
     header = ("method", "L¹ error", "/ HesScale's", "/ |diag(H)|")
-    return Table(f"{name}-errors", "L¹ errors, all layers", header, rows, CAPTION)
+    return Table(f"{name}-errors", "L¹ errors, all layers", header, rows, caption_of(found))
 
 
 def table_of_layers(found: Findings, name: str) -> Table:
     layers = range(len(found.sizes) - 1)
     rows: list[Sequence[str]] = [[method, *[spread(found.error(method, layer)) for layer in layers]] for method in SHOWN]
     header = ["method", *[f"layer {layer + 1}" for layer in layers]]
-    return Table(f"{name}-errors-by-layer", "L¹ errors by layer", header, rows, CAPTION)
+    return Table(f"{name}-errors-by-layer", "L¹ errors by layer", header, rows, caption_of(found))
 
 
 def figure_of_ggn(found: Findings, name: str) -> Plot:
@@ -223,8 +223,15 @@ def claims(found: Findings, name: str) -> Table:
             for method in TO_GGN[1:-1]
         ],
     ]
+    if found.task.quirks:  # which say nothing of BL89 and AdaHessian
+        rows = [row for row in rows if not row[0].endswith(("BL89", "AdaHessian"))]
     cells: list[Sequence[str]] = [(claim, f"{holds.sum()} of {len(holds)} networks", numbers) for claim, holds, numbers in rows]
-    return Table(f"{name}-claims", "The paper's claims", ("claim", "holds for", "found"), cells)
+    caption = QUIRKS if found.task.quirks else ""
+    return Table(f"{name}-claims", "The paper's claims", ("claim", "holds for", "found"), cells, caption)
+
+
+def caption_of(found: Findings) -> str:
+    return f"{CAPTION} {QUIRKS}" if found.task.quirks else CAPTION
 
 
 def worst_and_best(found: Findings, some: Sequence[str], others: Sequence[str]) -> tuple[Tensor, Tensor]:

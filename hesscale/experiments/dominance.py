@@ -302,10 +302,10 @@ def table(name: str, title: str, setting: str, ratios: dict[str, Tensor], magnit
         row = [str(l + 1)]
         for when, published in PUBLISHED.items():
             mean, error = mean_and_error(ratios[when][:, l])
-            row += [f"{mean:.3f} ± {error:.3f}", f"{rho(magnitudes[when])[l]:.3f}", f"{published[l]:.2f}"]
+            row += [spread(mean, error), f"{rho(magnitudes[when])[l]:.3f}", f"{published[l]:.2f}"]
         rows.append(row)
     mean, error = mean_and_error(rho(gaussian(RANDOM_MATRICES, WIDTH, WIDTH)))
-    rows.append([f"random Gaussian {WIDTH} × {WIDTH}", f"{mean:.3f} ± {error:.3f}", "", "0.09", "", "", ""])
+    rows.append([f"random Gaussian {WIDTH} × {WIDTH}", spread(mean, error), "", "0.09", "", "", ""])
     caption = f"{setting}. ± is the standard error. {OF_PAPER}"
     return Table(f"{name}-table", f"Diagonal dominance before and after training, {title}", header, rows, caption)
 
@@ -331,6 +331,10 @@ def mean_and_error(values: Tensor) -> tuple[float, float]:
     """The mean and its standard error."""
     values = values[~values.isnan()]
     return float(values.mean()), float(values.std()) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+
+
+def spread(mean: float, error: float) -> str:
+    return f"{mean:.3f}" if math.isnan(error) else f"{mean:.3f} ± {error:.3f}"
 
 
 def gaussian(*shape: int) -> Tensor:

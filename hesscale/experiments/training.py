@@ -6,6 +6,7 @@ import itertools
 import math
 import statistics
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -177,15 +178,22 @@ class Trained:
     label: str
     by_size: dict[float, list[Result]]
 
+    def __post_init__(self) -> None:
+        """Keep the seeds that most step sizes have, and the step sizes that have them: not all may be done."""
+        seeds = {size: {result.task.seed for result in results} for size, results in self.by_size.items()}
+        counts = Counter(itertools.chain.from_iterable(seeds.values()))
+        shared = {seed for seed, count in counts.items() if count == max(counts.values())}
+        kept = {size: results for size, results in self.by_size.items() if shared <= seeds[size]}
+        self.by_size = {size: [result for result in results if result.task.seed in shared] for size, results in kept.items()}
+
     def loss(self, size: float) -> float:
         """On the validation split at the end, mean over seeds; infinite if one diverged."""
         return statistics.fmean(result.values.get("validation_loss", math.inf) for result in self.by_size[size])
 
     @property
     def best(self) -> float:
-        """The step size with the lowest loss, of those that all seeds were run with."""
-        seeds = max(map(len, self.by_size.values()))
-        return min((size for size in self.by_size if len(self.by_size[size]) == seeds), key=self.loss)
+        """The step size with the lowest loss."""
+        return min(self.by_size, key=self.loss)
 
     @property
     def runs(self) -> list[Result]:
@@ -256,7 +264,8 @@ def table(trained: list[Trained], name: str) -> Table:
     ]
     body: list[Sequence[str]] = [[found.label, *cells(found)] for found in trained]
     caption = (
-        "Steps to a training loss: the first measured, mean of the seeds that reached it. Diverged: how many seeds, by step size."
+        "Steps to a training loss: the first measured, mean of the seeds that reached it. Diverged: how many seeds, by step size. "
+        f"Training losses are taken over the first {MOST_MEASURED} images."
     )
     return Table(name, "Optimizers at their best step sizes", header, body, caption)
 

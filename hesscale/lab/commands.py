@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import os
 import shlex
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,14 +15,18 @@ from typing import Annotated, Any, Optional, get_type_hints
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 from rich.table import Table as Drawn
 
+from .data import DataError
 from .experiment import PRESETS, Experiment, as_task
+from .machine import commit
 from .plots import Table
-from .store import FINISHED, DamagedRun, Store, Task
+from .store import FINISHED, DamagedRun, Record, Store, Task
 from .sweep import Interrupted, Watched, grid, run_tasks
 
 RUNS = Path("out/runs")
+SECONDS_BETWEEN_LINES = 20.0
 
 
 @dataclass(frozen=True)
@@ -40,11 +45,17 @@ class Where:
         return Store(self.runs, tensorboard=self.tensorboard)
 
 
+def where_of(given: Mapping[str, Any]) -> Where:
+    """As the user gave it, with ~ for home."""
+    expanded: dict[str, Any] = {name: value.expanduser() if isinstance(value, Path) else value for name, value in given.items()}
+    return Where(**expanded)
+
+
 def command_of(experiment: Experiment) -> Callable[..., None]:
     """A function with an option for every setting, as typer reads them."""
 
     def command(preset: str, **given: Any) -> None:
-        where = Where(**{field.name: given.pop(field.name) for field in dataclasses.fields(Where)})
+        where = where_of({field.name: given.pop(field.name) for field in dataclasses.fields(Where)})
         changed = {name: value for name, value in given.items() if value is not None}
         settings = settings_of(experiment, preset, changed)
         perform(experiment, tasks_of(experiment, [settings]), where, command_text(experiment.name, preset, changed), settings)
@@ -72,7 +83,7 @@ def sweep_command(known: Mapping[str, Experiment]) -> Callable[..., None]:
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="--over") from None
         command = shlex.join(["hesscale", "sweep", experiment, f"--preset={preset}", *[f"--over={values}" for values in over]])
-        perform(chosen, tasks_of(chosen, several), Where(**given), command, *several)
+        perform(chosen, tasks_of(chosen, several), where_of(given), command, *several)
 
     argument = typer.Argument(help=f"one of {', '.join(known)}")
     over = typer.Option("--over", help="a setting and its values, as step_size=0.1,0.01; may be given several times")
@@ -96,7 +107,7 @@ def values_over(over: list[str]) -> dict[str, list[str]]:
         name, equals, values = text.partition("=")
         if not equals or not values:
             raise ValueError(f"{text!r} is not of the form setting=value,value")
-        found[name.strip().replace("-", "_")] = [value.strip() for value in values.split(",")]
+        found.setdefault(name.strip().replace("-", "_"), []).extend(value.strip() for value in values.split(","))
     return found
 
 
@@ -161,14 +172,18 @@ def command_text(name: str, preset: str, changed: Mapping[str, Any]) -> str:
 def perform(experiment: Experiment, tasks: list[Task], where: Where, command: str, *several: Any) -> None:
     """Do what is left of these tasks, with progress, and show the tables of what came out."""
     console, store = Console(), where.store
-    records = [store.record(experiment.name, task) for task in tasks]
-    done = sum(record is not None and record.status == FINISHED for record in records)
+    if where.workers < 0:
+        raise typer.BadParameter(f"{where.workers} is negative", param_hint="--workers")
+    finished = [record for task in tasks if (record := store.record(experiment.name, task)) and record.status == FINISHED]
+    others = sum(record.facts["commits"] != [commit()] for record in finished)
     console.print(f"[bold]{experiment.name}[/]: {'; '.join(experiment.work(settings) for settings in several)}.", highlight=False)
-    console.print(f"{len(tasks)} runs, {done} of them done before, in {where.runs}", highlight=False)
+    by_others = f" ({others} by another commit or with changes to it)" if others else ""
+    console.print(f"{len(tasks)} runs, {len(finished)} of them done before{by_others}, in {where.runs}", highlight=False)
     if where.dry_run:
         return
+    check_inputs(experiment, finished, where)
     store.request(experiment.name, tasks, command)
-    failed = do(console, experiment, tasks, where, command) if done < len(tasks) else []
+    failed = do(console, experiment, tasks, where, command) if len(finished) < len(tasks) else []
     for directory, error in failed:
         console.print(f"[red]failed[/] {escaped(f'{directory}: {error}')}", highlight=False)
     show(console, experiment, store, tasks)
@@ -176,11 +191,23 @@ def perform(experiment: Experiment, tasks: list[Task], where: Where, command: st
         raise typer.Exit(1)
 
 
+def check_inputs(experiment: Experiment, finished: list[Record], where: Where) -> None:
+    """What was done before must have been done with the data that are here, if they are."""
+    for record in finished:
+        try:
+            inputs = experiment.inputs(record.task, where.data)
+        except DataError:
+            return
+        if record.facts.get("inputs", inputs) != inputs:
+            raise typer.BadParameter(f"{record.directory} was done with other data of the same name; use other --runs")
+
+
 def do(console: Console, experiment: Experiment, tasks: list[Task], where: Where, command: str) -> list[tuple[Path, str]]:
     """Run what is left. Returns what failed."""
     workers = 1 if experiment.alone else where.workers or os.cpu_count() or 1
     try:
         with bars(console) as progress:
+            watch = watcher(progress, len(tasks)) if console.is_terminal else teller(console, len(tasks))
             return run_tasks(
                 experiment,
                 where.store,
@@ -189,7 +216,7 @@ def do(console: Console, experiment: Experiment, tasks: list[Task], where: Where
                 data=where.data,
                 command=command,
                 ray=where.ray or None,
-                watch=watcher(progress, len(tasks)),
+                watch=watch,
             ).failed
     except Interrupted as stopped:
         console.print(escaped(str(stopped)), highlight=False)
@@ -218,6 +245,20 @@ def watcher(progress: Progress, total: int) -> Callable[[Watched], None]:
     return draw
 
 
+def teller(console: Console, total: int) -> Callable[[Watched], None]:
+    """Says now and then how far it is, where no bar can be drawn."""
+    said = time.monotonic()
+
+    def say(watched: Watched) -> None:
+        nonlocal said
+        if time.monotonic() - said >= SECONDS_BETWEEN_LINES:
+            said = time.monotonic()
+            parts = [f"{done} of {of or '?'}" for _, done, of in watched.running.values()]
+            console.print(f"{watched.finished} of {total} runs; at {', '.join(parts)}", highlight=False)
+
+    return say
+
+
 def show(console: Console, experiment: Experiment, store: Store, tasks: list[Task]) -> None:
     """The tables of an experiment, in the terminal."""
     try:
@@ -234,7 +275,8 @@ def show(console: Console, experiment: Experiment, store: Store, tasks: list[Tas
 
 
 def drawn(table: Table) -> Drawn:
-    found = Drawn(*[escaped(name) for name in table.header], title=escaped(table.title), caption=escaped(table.caption))
+    columns = [Column(escaped(name), overflow="fold") for name in table.header]
+    found = Drawn(*columns, title=escaped(table.title), caption=escaped(table.caption))
     for row in table.rows:
         found.add_row(*[escaped(cell) for cell in row])
     return found

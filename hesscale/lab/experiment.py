@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .data import fingerprint
 from .plots import Section
 from .store import Result, Run, Store, Task
 
@@ -48,7 +49,12 @@ class Experiment:
         """Do a task, or what is left of it. ``data`` is where the user keeps data sets."""
         with store.open(self.name, task, command) as run:
             if not run.is_finished:
+                run.reads(self.inputs(task, data))
                 run.finish(self.run(self.task(**task), run, data))
+
+    def inputs(self, task: Task, data: Path | None) -> str:
+        """What tells the data that a task reads from others of the same name; nothing if it reads none."""
+        return fingerprint(task["dataset"], data) if "dataset" in task else ""
 
     def results(self, store: Store, tasks: list[Task]) -> list[Result]:
         """Those of these tasks that are done, with tasks as the experiment's own type."""

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from .. import __version__
+
 PACKAGES = ("torch", "numpy", "scikit-learn", "gymnasium", "mujoco")
 
 
@@ -34,7 +36,7 @@ def packages() -> dict[str, str]:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return {**found, "torch": str(torch.__version__)}
+    return {"hesscale": __version__, **found, "torch": str(torch.__version__)}
 
 
 def cpu_model() -> str:
@@ -47,7 +49,7 @@ def cpu_model() -> str:
 
 
 def commit() -> str:
-    """The commit of the working tree that this package is in, and whether the package was changed since."""
+    """The commit of the working tree that this package belongs to, and whether the package was changed since."""
     folder = Path(__file__).parent.parent
 
     def git(*words: str) -> str:
@@ -55,6 +57,7 @@ def commit() -> str:
         return done.stdout.strip()
 
     try:
+        git("ls-files", "--error-unmatch", "__init__.py")  # not just any tree that it lies in
         return git("rev-parse", "--short", "HEAD") + (" with changes" if git("status", "--porcelain", ".") else "")
     except (OSError, subprocess.SubprocessError):
         return "unknown"

@@ -137,6 +137,15 @@ class Run:
         if self.tensorboard:
             self.writer = tensorboard_writer(self.directory, 1 + max((step for step, _, _ in rows), default=-1))
 
+    def reads(self, inputs: str) -> None:
+        """Note what tells the data of this run from others; an error if it was begun with others."""
+        before = read_facts(self.database).get("inputs", inputs)
+        if before != inputs:
+            raise ValueError(
+                f"{self.directory} was begun with other data of the same name; go on with those, or use other --runs"
+            )
+        self.note(inputs=inputs)
+
     def note(self, **facts: Any) -> None:
         with self.database:
             write_facts(self.database, facts)
@@ -208,7 +217,10 @@ def now() -> str:
 
 def has_begun(directory: Path) -> bool:
     """Whether there is something of a run; its database comes first."""
-    return any((directory / name).exists() for name in ("run.sqlite", "checkpoint.pt"))
+    try:
+        return any((directory / name).exists() for name in ("run.sqlite", "checkpoint.pt"))
+    except PermissionError:  # something is there, and whoever reads it will say so
+        return True
 
 
 def check_identity(directory: Path, facts: Mapping[str, Any]) -> None:

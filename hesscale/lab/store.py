@@ -119,12 +119,25 @@ class Store:
             database.execute("INSERT INTO requests VALUES (?, ?, ?, ?)", row)
 
     def requests(self) -> dict[str, tuple[str, list[Task]]]:
-        """For each experiment, the last command and its tasks."""
+        """For each experiment, the last command that has a finished run, or else the last, and its tasks."""
         if not (self.root / "requests.sqlite").exists():
             return {}
         with self.asked() as database:
             rows = database.execute("SELECT experiment, command, tasks FROM requests ORDER BY rowid").fetchall()
-            return {experiment: (command, json.loads(tasks)) for experiment, command, tasks in rows}
+        found: dict[str, tuple[str, list[Task]]] = {}
+        shown = set()
+        for experiment, command, text in rows:
+            tasks = json.loads(text)
+            if any(self.is_finished(experiment, task) for task in tasks):
+                shown.add(experiment)
+            elif experiment in shown:
+                continue
+            found[experiment] = command, tasks
+        return found
+
+    def is_finished(self, experiment: str, task: Task) -> bool:
+        record = self.record(experiment, task)
+        return record is not None and record.status == FINISHED
 
     @contextmanager
     def asked(self) -> Iterator[sqlite3.Connection]:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar, get_type_hints
 import torch
 
 from .experiment import Experiment
-from .store import FINISHED, Store, Task, key_of
+from .store import Store, Task, key_of
 
 RETRIES = 3  # of a task whose worker died
 POLL_SECONDS = 0.5
@@ -87,7 +87,7 @@ def run_tasks(
             run_here(sweep)
     except KeyboardInterrupt:
         done = f"{sweep.outcome.finished} of {sweep.total} runs are finished"
-        raise Interrupted(f"stopped; {done}, and the others go on from their last checkpoints with: {command}") from None
+        raise Interrupted(f"stopped; {done}, and the same command goes on with the others from their last checkpoints") from None
     sweep.show([])
     return sweep.outcome
 
@@ -112,8 +112,7 @@ class Sweep:
         self.outcome = Outcome(finished=self.total - len(self.left))
 
     def is_finished(self, key: str) -> bool:
-        record = self.store.record(self.experiment.name, self.tasks[key])
-        return record is not None and record.status == FINISHED
+        return self.store.is_finished(self.experiment.name, self.tasks[key])
 
     def directory(self, key: str) -> Path:
         return self.store.directory(self.experiment.name, self.tasks[key])

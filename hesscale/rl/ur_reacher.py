@@ -1,0 +1,261 @@
+"""UR-Reacher-2D of SenseAct on a simulated UR5: move the end effector to a point of the (y, z) plane with two joints (Fig. 7).
+
+The arm takes and sends packets at 125 Hz; an action commands five of them, 40 ms. A command is a velocity of shoulder lift and
+elbow, which the :class:`VelocityProfile` approaches with limited acceleration and servos follow; the other joints hold still.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from math import cos, pi, sin
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import gymnasium
+import numpy as np
+from numpy.typing import NDArray
+
+try:
+    import mujoco
+except ModuleNotFoundError:
+    raise ModuleNotFoundError("UR-Reacher is simulated by MuJoCo: pip install 'hesscale[rl]'") from None
+
+Vector: TypeAlias = NDArray[np.float64]
+
+# Denavit–Hartenberg parameters of the UR5, in metres and radians
+DH_D = (0.089159, 0.0, 0.0, 0.10915, 0.09465, 0.0823)
+DH_A = (0.0, -0.425, -0.39225, 0.0, 0.0, 0.0)
+DH_ALPHA = (pi / 2, 0.0, 0.0, pi / 2, -pi / 2, 0.0)
+
+REST = np.array([1.58724391, -2.4, 1.5, -0.71790582, 1.63685572, 1.00910473])  # the pose of every reset
+MOVING = slice(1, 3)  # shoulder lift and elbow
+JOINT_LOW, JOINT_HIGH = np.radians([-170.0, -150.0]), np.radians([-10.0, 150.0])
+TARGET_LOW, TARGET_HIGH = np.array([-0.2, -0.3, 0.5]), np.array([0.2, 0.4, 1.0])
+SAFE_LOW, SAFE_HIGH = np.array([-0.2, -10.0, 0.4]), np.array([0.2, 0.9, 10.0])
+MARGIN = 0.01  # radians or metres that commands stay away from limits, since the arm lags
+
+TICK = 0.008  # seconds between packets
+TICKS = 5  # per action
+ACCELERATION = 2.0  # radians/s², of the joint whose velocity changes most
+
+
+def forward_kinematics(q: Any) -> Vector:
+    """The end effector's pose (4, 4) for six joint angles: a turn by π about z, then Rz(q) Tz(d) Tx(a) Rx(α) of each joint."""
+    pose = np.diag([-1.0, -1.0, 1.0, 1.0])
+    for angle, d, a, alpha in zip(q, DH_D, DH_A, DH_ALPHA, strict=True):
+        c, s, ca, sa = cos(angle), sin(angle), cos(alpha), sin(alpha)
+        pose = pose @ np.array([[c, -s * ca, s * sa, a * c], [s, c * ca, -c * sa, a * s], [0, sa, ca, d], [0, 0, 0, 1]])
+    return pose
+
+
+def _planar() -> tuple[Vector, Vector]:
+    """(o, M) with end effector = o + M (cos q₂, sin q₂, cos(q₂+q₃), sin(q₂+q₃)) while the other joints rest."""
+
+    def position(lift: float, elbow: float) -> Vector:
+        return forward_kinematics([REST[0], lift, elbow, *REST[3:]])[:3, 3]
+
+    # with q₂+q₃ fixed the upper arm turns alone, with q₂ fixed the forearm; opposite angles lie two columns apart
+    upper = [(position(q, -q) - position(q + pi, -q - pi)) / 2 for q in (0.0, pi / 2)]
+    fore = [(position(0.0, q) - position(0.0, q + pi)) / 2 for q in (0.0, pi / 2)]
+    matrix = np.stack([*upper, *fore], axis=1)
+    return position(0.0, 0.0) - matrix[:, 0] - matrix[:, 2], matrix
+
+
+OFFSET, PLANE = _planar()
+# plain numbers, which are faster than arrays this small
+_ROWS: list[list[float]] = np.column_stack([OFFSET, PLANE]).tolist()
+_LOW: list[float] = [*(JOINT_LOW + MARGIN).tolist(), *(SAFE_LOW + MARGIN).tolist()]  # of two joint angles and (x, y, z)
+_HIGH: list[float] = [*(JOINT_HIGH - MARGIN).tolist(), *(SAFE_HIGH - MARGIN).tolist()]
+
+
+def tip(q: Any) -> list[float]:
+    """The end effector (x, y, z) for the angles (2) of shoulder lift and elbow, the other joints at rest."""
+    c, s, cc, ss = cos(q[0]), sin(q[0]), cos(q[0] + q[1]), sin(q[0] + q[1])
+    return [o + a * c + b * s + d * cc + e * ss for o, a, b, d, e in _ROWS]
+
+
+def resolved_rate(observation: Vector, *, gain: float = 4.0, damping: float = 0.05, max_speed: float = 1.0) -> Vector:
+    """A scripted controller's action: Jᵀ (J Jᵀ + damping²)⁻¹ · gain · (target − end effector), slowed down to ``max_speed``."""
+    c, s, cc, ss = (f(angle) for angle in (observation[0], observation[0] + observation[1]) for f in (cos, sin))
+    jacobian = PLANE[1:] @ np.array([[-s, 0.0], [c, 0.0], [-ss, -ss], [cc, cc]])
+    velocity = jacobian.T @ np.linalg.solve(jacobian @ jacobian.T + damping**2 * np.eye(2), -gain * observation[4:6])
+    return velocity * min(1.0, max_speed / max(abs(velocity).max(), 1e-12))
+
+
+class VelocityProfile:
+    """The motion that the servos are to follow: velocities approach the command, the one with most to change at 2 rad/s² and the
+    other in proportion, so that both arrive at once.
+
+    A command that would leave no way to stop within the joint limits and the safety box is not carried out: one of the two joints
+    stops instead, if that is enough, or else both.
+    """
+
+    def __init__(self) -> None:
+        self.q: list[float] = REST[MOVING].tolist()
+        self.v = [0.0, 0.0]
+
+    def tick(self, command: list[float]) -> bool:
+        """Moves on by one packet; whether the command was carried out."""
+        u, w = command
+        for attempt in ((u, w), (0.0, w), (u, 0.0)):
+            q, v = self._after(attempt)
+            if self._can_stop(q, v):
+                self.q, self.v = q, v
+                return attempt == (u, w)
+        self.q, self.v = self._after((0.0, 0.0))
+        return False
+
+    def _after(self, command: tuple[float, float]) -> tuple[list[float], list[float]]:
+        change = [c - v for c, v in zip(command, self.v, strict=True)]
+        scale = min(1.0, ACCELERATION * TICK / max(abs(change[0]), abs(change[1]), 1e-300))
+        v = [old + scale * by for old, by in zip(self.v, change, strict=True)]
+        return [q + (old + new) / 2 * TICK for q, old, new in zip(self.q, self.v, v, strict=True)], v
+
+    @staticmethod
+    def _can_stop(q: list[float], v: list[float]) -> bool:
+        """Whether the arm, braking from here on, stops within the limits; the way from one safe pose to another is safe."""
+        lead = max(abs(v[0]), abs(v[1]))
+        last = lead % (ACCELERATION * TICK)  # the speed that the last packet of braking takes away
+        time = ((lead**2 - last**2) / (2 * ACCELERATION) + last * TICK / 2) / lead if lead else 0.0
+        at = [a + time * b for a, b in zip(q, v, strict=True)]
+        return all(l <= a <= h for l, a, h in zip(_LOW, [*at, *tip(at)], _HIGH, strict=True))
+
+
+class URReacher(gymnasium.Env[Vector, Vector]):
+    """Reach a target in the plane with two joints of a UR5, in the 100 steps of ``gymnasium.make("hesscale/UR-Reacher-2D-v0")``.
+
+    - Action (2): velocities of shoulder lift and elbow in rad/s; what exceeds ±``max_speed`` is cut off.
+    - Observation (8): joint angles (2), their velocities / ``max_speed`` (2), (y, z) of the end effector minus the target (2),
+      the last action / ``max_speed`` (2).
+    - Reward: 5 (−d + exp(−d² / 0.01)) for the observed distance d in metres.
+    - Reset: the arm at rest in ``REST``; the target is where uniform joint angles lead, drawn until that lies in the target box.
+    - Info: ``distance``, and ``held``, the packets of this step in which a limit kept the command from being carried out.
+
+    Args:
+        max_speed: the largest joint velocity in rad/s.
+        action_delay: packets of 8 ms until a command acts.
+        observation_delay: packets that an observation is old.
+        substeps: simulation steps per packet; with one, the arm follows badly.
+        render_mode: ``"rgb_array"``, ``"human"`` or None.
+    """
+
+    metadata = {"render_modes": ["human", "rgb_array"], "render_fps": round(1 / (TICK * TICKS))}  # noqa: RUF012
+
+    def __init__(
+        self,
+        *,
+        max_speed: float = 1.0,
+        action_delay: int = 1,
+        observation_delay: int = 1,
+        substeps: int = 2,
+        render_mode: str | None = None,
+        width: int = 480,
+        height: int = 480,
+    ) -> None:
+        if not 0 < max_speed <= pi:
+            raise ValueError(f"max_speed is {max_speed}, but a UR5's joints turn at more than 0 and at most π rad/s")
+        for name, value, least in (
+            ("action_delay", action_delay, 0),
+            ("observation_delay", observation_delay, 0),
+            ("substeps", substeps, 2),
+            ("width", width, 1),
+            ("height", height, 1),
+        ):
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(f"{name} is {value!r}, expected a whole number from {least} on")
+        if render_mode not in (None, *self.metadata["render_modes"]):
+            raise ValueError(f"render_mode is {render_mode!r}, expected None or one of {self.metadata['render_modes']}")
+        self.max_speed, self.substeps = max_speed, substeps
+        self.action_delay, self.observation_delay = action_delay, observation_delay
+        self.render_mode, self._size = render_mode, (width, height)
+        self._renderer: Any = None
+        self.action_space = gymnasium.spaces.Box(-max_speed, max_speed, (2,), np.float32)
+        self.observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (8,), np.float64)
+        self.model = mujoco.MjModel.from_xml_path(str(Path(__file__).with_name("ur5.xml")))
+        self.model.opt.timestep = TICK / substeps
+        self.data = mujoco.MjData(self.model)
+        # added to the angle of a position servo, velocity · kv / kp is what it needs to move at that velocity
+        self._lead = (-self.model.actuator_biasprm[MOVING, 2] / self.model.actuator_gainprm[MOVING, 0]).tolist()
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Vector, dict[str, Any]]:
+        super().reset(seed=seed)
+        if options:
+            raise ValueError(f"UR-Reacher's reset has no options, but got {sorted(options)}")
+        self.target = self._draw_target()
+        mujoco.mj_resetData(self.model, self.data)
+        self.data.qpos[:] = self.data.ctrl[:] = REST
+        self.data.mocap_pos[0] = self.target
+        mujoco.mj_forward(self.model, self.data)
+        self._profile = VelocityProfile()
+        self._commands = deque([[0.0, 0.0]] * self.action_delay)
+        self._packets = deque([self._packet()] * (self.observation_delay + 1), maxlen=self.observation_delay + 1)
+        self._action = np.zeros(2)
+        self._draw("human")
+        observation, distance = self._observe()
+        return observation, {"distance": distance, "held": 0}
+
+    def step(self, action: Any) -> tuple[Vector, float, bool, bool, dict[str, Any]]:
+        action = np.asarray(action, dtype=np.float64)
+        if action.shape != (2,) or not np.isfinite(action).all():
+            raise ValueError(f"an action is two finite velocities, but got {action}")
+        self._action = action.clip(-self.max_speed, self.max_speed)
+        command, held = self._action.tolist(), 0
+        for _ in range(TICKS):
+            self._commands.append(command)
+            held += not self._tick(self._commands.popleft())
+        self._draw("human")
+        observation, d = self._observe()
+        return observation, 5 * (-d + float(np.exp(-(d**2) / 0.01))), False, False, {"distance": d, "held": held}
+
+    def render(self) -> Any:
+        return self._draw("rgb_array")
+
+    def close(self) -> None:
+        if self._renderer is not None:
+            self._renderer.close()
+            self._renderer = None
+
+    def _tick(self, command: list[float]) -> bool:
+        """Simulates one packet; whether the command was carried out."""
+        profile, ctrl = self._profile, self.data.ctrl
+        q, v = profile.q, profile.v
+        carried_out = profile.tick(command)
+        for substep in range(1, self.substeps + 1):
+            # velocities go evenly from v to profile.v; a step has the angle before it and, being implicit, the velocity after it
+            before, after = (substep - 1) / self.substeps, substep / self.substeps
+            for i in (0, 1):
+                change = profile.v[i] - v[i]
+                angle = q[i] + before * TICK * (v[i] + before * change / 2)
+                ctrl[1 + i] = angle + self._lead[i] * (v[i] + after * change)
+            mujoco.mj_step(self.model, self.data)
+        self._packets.append(self._packet())
+        return carried_out
+
+    def _packet(self) -> Vector:
+        """Angles (2), velocities (2) and (y, z) of the end effector, as they are now."""
+        mujoco.mj_kinematics(self.model, self.data)
+        return np.concatenate([self.data.qpos[MOVING], self.data.qvel[MOVING], self.data.site_xpos[0, 1:]])
+
+    def _observe(self) -> tuple[Vector, float]:
+        """The observation, and the distance in it."""
+        packet = self._packets[0]
+        apart = packet[4:] - self.target[1:]
+        observation = np.concatenate([packet[:2], packet[2:4] / self.max_speed, apart, self._action / self.max_speed])
+        return observation, float(np.hypot(*apart))
+
+    def _draw_target(self) -> Vector:
+        while True:
+            target = np.array(tip(self.np_random.uniform(JOINT_LOW, JOINT_HIGH)))
+            if (target >= TARGET_LOW).all() and (target <= TARGET_HIGH).all():
+                return target
+
+    def _draw(self, mode: str) -> Any:
+        """The picture, if this is how to render."""
+        if self.render_mode != mode:
+            return None
+        if self._renderer is None:
+            from gymnasium.envs.mujoco.mujoco_rendering import MujocoRenderer
+
+            width, height = self._size
+            self._renderer = MujocoRenderer(self.model, self.data, width=width, height=height, camera_name="side")
+        return self._renderer.render(mode)
