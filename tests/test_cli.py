@@ -14,7 +14,7 @@ from hesscale import cli
 from hesscale.lab import commands
 from hesscale.lab.sweep import Interrupted
 
-NAMES = ("cost", "dominance", "quality", "training")
+NAMES = tuple(cli.EXPERIMENTS)
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_a_sweep_asks_for_every_combination(invoke):
         (["quality", "--dataset", "nothing"], "not 'nothing'"),
         (["quality", "--networks", "0"], "networks must be at least 1, not 0"),
         (["quality", "--networks", "many"], "--networks"),
-        (["sweep", "nothing"], "'nothing' is not one of cost, dominance, quality, training"),
+        (["sweep", "nothing"], f"'nothing' is not one of {', '.join(NAMES)}"),
         (["sweep", "quality", "--over", "step_size"], "'step_size' is not of the form"),
         (["sweep", "quality", "--over", "speed=1"], "speed is not a setting"),
         (["sweep", "quality", "--over", "step_size=fast"], "'fast'"),
