@@ -131,8 +131,8 @@ class Request:
         return Outputs(self)
 
     def signs(self, *shape: int, like: Tensor) -> Tensor:
-        """Independent ±1."""
-        draw = torch.rand(shape, generator=self.generator, dtype=torch.float32, device=self.source(like)) < 0.5  # bernoulli_ is slow
+        """Independent ±1, drawn as uniform numbers, which is faster than by bernoulli_."""
+        draw = torch.rand(shape, generator=self.generator, dtype=torch.float32, device=self.source(like)) < 0.5
         return draw.to(device=like.device, dtype=like.dtype).mul_(2).sub_(1)
 
     def signs_for_params(self, count: int) -> list[Tensor]:

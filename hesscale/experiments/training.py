@@ -264,8 +264,8 @@ def table(trained: list[Trained], name: str) -> Table:
     ]
     body: list[Sequence[str]] = [[found.label, *cells(found)] for found in trained]
     caption = (
-        "Steps to a training loss: the first measured, mean of the seeds that reached it. Diverged: how many seeds, by step size. "
-        f"Training losses are taken over the first {MOST_MEASURED} images."
+        "Steps to a training loss: the first measured, mean of the seeds that reached it. Diverged: how many seeds, by step size."
+        f" Training losses are taken over the first {MOST_MEASURED} images."
     )
     return Table(name, "Optimizers at their best step sizes", header, body, caption)
 
