@@ -1,0 +1,292 @@
+"""Reinforcement learning: A2C and PPO with each optimizer, return by steps of the environment (Fig. 5, Appendix H)."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..bench.command import choose
+from ..compiled import BACKENDS
+from ..errors import NonFiniteError
+from ..lab.experiment import Experiment, option
+from ..lab.plots import Plot, Section, Series, Table
+from ..lab.store import Result, Run
+from ..rl.config import OPTIMIZERS, POLICIES, PROTOCOLS, Config
+from .training import Summary, summary
+
+if TYPE_CHECKING:
+    from ..rl.learner import Algorithm
+
+ALGORITHMS = ("a2c", "ppo")
+POINTS = 100  # of a curve
+CHECKPOINT_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    algo: str = option("ppo", f"separated by commas: {', '.join(ALGORITHMS)}")
+    env: str = option("CartPole-v1", "gymnasium's names, separated by commas; actions may be discrete or continuous")
+    optimizer: str = option("adam,adahesscale", f"separated by commas: {', '.join(OPTIMIZERS)}")
+    step_size: str = option("3e-4", "separated by commas")
+    seeds: int = option(2, "of networks, environment and actions")
+    steps: int = option(30_000, "of the environment, rounded up to whole rollouts")
+    policy: str = option("auto", f"one of {', '.join(POLICIES)}")
+    protocol: str = option("paper", "paper, or cleanrl: shared standard deviation, clipped gradients, step size falling to 0")
+    normalize: bool = option(True, "observations and rewards")
+    eps: float = option(1e-5, "ε; the paper's text has 1e-8, the authors' code 1e-5")
+    trust_radius: float = option(1e-8, "Δ of the scaled optimizers, for each network")
+    half_value_loss: bool = option(False, "½ (v − R)² for the critic, whose curvature is 1, in place of (v − R)²")
+    backend: str = option("inductor", f"of hesscale.compile_step: {', '.join(BACKENDS)}")
+
+
+MUJOCO = (
+    *("Ant-v5", "Walker2d-v5", "HalfCheetah-v5", "Hopper-v5", "Humanoid-v5"),
+    *("InvertedPendulum-v5", "InvertedDoublePendulum-v5", "Swimmer-v5", "Reacher-v5", "HumanoidStandup-v5"),
+)
+PRESETS = {
+    "smoke": Settings(algo="a2c,ppo", optimizer="adahesscale", seeds=1, steps=2048, backend="eager"),
+    "small": Settings(backend="eager"),
+    "paper": Settings(  # the two humanoids run for 10M steps there
+        algo="a2c,ppo",
+        env=",".join(MUJOCO),
+        optimizer="adam,adahessian,adahesscale",
+        seeds=10,
+        steps=2_000_000,
+    ),
+}
+
+
+def tasks(settings: Settings) -> list[Config]:
+    from ..rl.wrappers import check_name
+
+    algos = choose(settings.algo, {name: name for name in ALGORITHMS}, "algorithm")
+    kinds = choose(settings.optimizer, {name: name for name in OPTIMIZERS}, "optimizer")
+    environments = list(dict.fromkeys(name.strip() for name in settings.env.split(",") if name.strip()))
+    for name in environments:
+        check_name(name)
+    try:
+        sizes = list(dict.fromkeys(float(size) for size in settings.step_size.split(",")))
+    except ValueError:
+        raise ValueError(f"step_size has numbers separated by commas, not {settings.step_size!r}") from None
+    for name, known in (("policy", POLICIES), ("protocol", PROTOCOLS), ("backend", BACKENDS)):
+        if getattr(settings, name) not in known:
+            raise ValueError(f"{name}={getattr(settings, name)!r} is not one of {', '.join(known)}")
+    if min(settings.seeds, settings.steps) < 1 or not all(0 < size < math.inf for size in [*sizes, settings.trust_radius]):
+        raise ValueError("seeds, steps, step sizes and trust_radius must be positive")
+    if not 0 <= settings.eps < math.inf:
+        raise ValueError(f"eps={settings.eps} is out of range")
+    same = ("steps", "policy", "protocol", "normalize", "half_value_loss", "eps", "trust_radius", "backend")
+    shared = {name: getattr(settings, name) for name in same}
+    cells = itertools.product(range(settings.seeds), environments, algos, kinds, sizes)
+    return [Config(algo, env, kind, size, seed, **shared) for seed, env, algo, kind, size in cells]
+
+
+def work(settings: Settings) -> str:
+    asked = tasks(settings)
+    return f"{len(asked)} agents, {settings.steps:,} steps each: {len(asked) * settings.steps:,} steps of environments"
+
+
+def algorithm(config: Config) -> Algorithm:
+    from ..rl.a2c import A2C
+    from ..rl.ppo import PPO
+
+    return (A2C if config.algo == "a2c" else PPO)(config)
+
+
+def run(task: Config, run: Run, data: Path | None) -> Mapping[str, Any]:
+    """Train an agent; an action, gradient or diagonal that is not finite ends the run as diverged."""
+    learning, score, pace = algorithm(task), Score(), Pace()
+    if run.state:
+        learning.load(run.state["learning"])
+        score, pace = Score(**run.state["score"]), Pace(**run.state["pace"])
+    world = learning.world
+    every = max(task.steps // POINTS, 1)
+    can_save, saved, is_first, diverged_at = True, time.monotonic(), True, None
+    while world.steps < task.steps:
+        is_logged = (world.steps + learning.rollout) // every > world.steps // every
+        begun, steps = time.perf_counter(), world.steps
+        try:
+            learning.iterate(is_logged)
+        except NonFiniteError:
+            diverged_at = world.steps
+            break
+        if not is_first:  # that one compiles
+            pace.add(world.steps - steps, time.perf_counter() - begun)
+        is_first = False
+        if not is_logged:
+            continue
+        run.log(world.steps, **learning.metrics, **learning.trust_metrics(), **score.take(world.finished), **pace.recent())
+        run.progress(min(world.steps, task.steps), task.steps)
+        if can_save and time.monotonic() - saved > CHECKPOINT_SECONDS:
+            try:
+                state = learning.state()
+            except TypeError as error:
+                can_save = False
+                warnings.warn(f"{error}: if it is interrupted, this run begins anew", stacklevel=2)
+                continue
+            run.checkpoint({"learning": state, "score": asdict(score), "pace": asdict(pace)})
+            saved = time.monotonic()
+    score.take(world.finished)
+    return {**score.values(), "diverged_at": diverged_at, "steps_per_second": pace.mean}
+
+
+@dataclass
+class Score:
+    """Undiscounted returns of the episodes so far."""
+
+    episodes: int = 0
+    steps: int = 0
+    sum: float = 0.0
+    sum_by_steps: float = 0.0
+
+    def take(self, finished: list[tuple[float, int]]) -> dict[str, float]:
+        """Count episodes and take them away; their means, for a log."""
+        count = len(finished)
+        if not count:
+            return {}
+        total, length = sum(r for r, _ in finished), sum(n for _, n in finished)
+        self.episodes, self.steps, self.sum = self.episodes + count, self.steps + length, self.sum + total
+        self.sum_by_steps += sum(r * n for r, n in finished)
+        finished.clear()
+        return {"charts/episodic_return": total / count, "charts/episodic_length": length / count}
+
+    def values(self) -> dict[str, Any]:
+        """Means over the run, by step (an episode counts as often as it has steps) and by episode; None before the first."""
+        by_step = self.sum_by_steps / self.steps if self.episodes else None
+        return {"mean_return": by_step, "mean_return_of_episodes": self.sum / self.episodes if self.episodes else None}
+
+
+@dataclass
+class Pace:
+    """Seconds that steps took, without those of compiling."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    steps_before: int = 0  # the last log
+    seconds_before: float = 0.0
+
+    def add(self, steps: int, seconds: float) -> None:
+        self.steps, self.seconds = self.steps + steps, self.seconds + seconds
+
+    @property
+    def mean(self) -> float | None:
+        return self.steps / self.seconds if self.steps else None
+
+    def recent(self) -> dict[str, float]:
+        """Since the last log."""
+        steps, seconds = self.steps - self.steps_before, self.seconds - self.seconds_before
+        self.steps_before, self.seconds_before = self.steps, self.seconds
+        return {"charts/SPS": steps / seconds} if steps else {}
+
+
+# ----------------------------------------------------------------------------------------------------------- what it shows
+
+
+def sections(results: list[Result]) -> list[Section]:
+    """One for each algorithm and way to train."""
+    apart = ("env", "optimizer", "step_size", "seed")
+    groups: dict[tuple[Any, ...], list[Result]] = {}
+    for result in results:
+        groups.setdefault(tuple((k, v) for k, v in asdict(result.task).items() if k not in apart), []).append(result)
+    return [section(found, f"-{k}" if k > 1 else "") for k, found in enumerate(groups.values(), start=1)]
+
+
+def section(results: list[Result], end: str) -> Section:
+    """``end`` tells the files of several sections apart."""
+    task = results[0].task
+    networks = "a network each for mean, variance (or logits) and value" if task.protocol == "paper" else "CleanRL's protocol"
+    text = (
+        f"{task.algo.upper()} for {task.steps:,} steps with {networks}; ε = {task.eps:g}, Δ = {task.trust_radius:g} for "
+        f"scaled optimizers, {'½ ' if task.half_value_loss else ''}(v − R)² for the critic, observations and rewards "
+        f"{'normalised' if task.normalize else 'as they are'}. Returns are undiscounted. A seed that diverged "
+        "counts as the worst of all runs in its environment."
+    )
+    groups: dict[str, dict[tuple[str, float], list[Result]]] = {}
+    order = {name: k for k, name in enumerate(OPTIMIZERS)}
+    for result in sorted(results, key=lambda r: (r.task.env, order[r.task.optimizer], r.task.step_size, r.task.seed)):
+        groups.setdefault(result.task.env, {}).setdefault((result.task.optimizer, result.task.step_size), []).append(result)
+    rows: list[Sequence[str]] = []
+    plots = []
+    for env, cells in groups.items():
+        known = [r.values["mean_return"] for found in cells.values() for r in found if r.values["mean_return"] is not None]
+        scores = {cell: score_of(found, min(known)) for cell, found in cells.items()} if known else {}
+        rows += [row(env, *cell, found, scores.get(cell)) for cell, found in cells.items()]
+        plots.append(plot(env, cells, scores, f"return-{task.algo}-{env.replace('/', '-')}{end}"))
+    header = ["environment", "optimizer", "step size", "mean return", "return at the end", "diverged", "steps/s"]
+    caption = (
+        "Mean return: of the episode that a step belongs to, over all steps of a run; at the end: of the last tenth that seeds "
+        "which did not diverge logged. Means and standard errors over seeds."
+    )
+    table = Table(
+        f"returns-{task.algo}{end}", f"{task.algo.upper()}: mean undiscounted return over the run", header, rows, caption
+    )
+    return Section(f"{task.algo.upper()}, {task.protocol} protocol", text, [table, *plots])
+
+
+def score_of(found: list[Result], worst: float) -> Summary:
+    """Mean return over seeds; ``worst`` for those that diverged or finished no episode."""
+    values = [r.values["mean_return"] if r.values["diverged_at"] is None else None for r in found]
+    return summary([worst if value is None else value for value in values])
+
+
+def row(env: str, optimizer: str, size: float, found: list[Result], score: Summary | None) -> list[str]:
+    alive = [r for r in found if r.values["diverged_at"] is None]
+    ends = [[v for step, v in curve(r) if step > 0.9 * r.task.steps] for r in alive]
+    last = [sum(values) / len(values) for values in ends if values]
+    paces = [r.values["steps_per_second"] for r in found if r.values["steps_per_second"] is not None]
+    return [
+        env,
+        OPTIMIZERS[optimizer].label,
+        f"{size:g}",
+        score.text(".1f") if score else "–",
+        summary(last).text(".1f") if last else "–",
+        f"{len(found) - len(alive)} of {len(found)}",
+        f"{summary(paces).mean:,.0f}" if paces else "–",
+    ]
+
+
+def curve(result: Result) -> list[tuple[int, float]]:
+    return list(result.metrics.get("charts/episodic_return", []))
+
+
+def plot(env: str, cells: dict[tuple[str, float], list[Result]], scores: dict[tuple[str, float], Summary], name: str) -> Plot:
+    """Return by steps, each optimizer at the step size with the best score."""
+    best: dict[str, tuple[str, float]] = {}
+    for cell in scores:
+        if cell[0] not in best or scores[cell].mean > scores[best[cell[0]]].mean:
+            best[cell[0]] = cell
+    everything = [value for found in cells.values() for result in found for _, value in curve(result)]
+    series = []
+    for optimizer, cell in best.items():
+        points = averaged(cells[cell], min(everything, default=0.0))
+        low, high = ([at.mean + sign * (at.error or 0) for at in points.values()] for sign in (-1, 1))
+        label = f"{OPTIMIZERS[optimizer].label}, α = {cell[1]:g}"
+        series.append(Series(label, list(points), [at.mean for at in points.values()], low, high))
+    caption = "Episodes since the last point; mean and standard error over seeds, each optimizer at its best step size."
+    return Plot(name, f"Return on {env}", series, "steps", "return", caption=caption)
+
+
+def averaged(found: list[Result], worst: float) -> dict[int, Summary]:
+    """Over seeds, by step: of each seed the last return so far, and ``worst`` once it diverged."""
+    curves = [dict(curve(result)) for result in found]
+    latest: list[float | None] = [None] * len(found)
+    points = {}
+    for step in sorted({step for points in curves for step in points}):
+        for k, result in enumerate(found):
+            gone = result.values["diverged_at"]
+            latest[k] = worst if gone is not None and step >= gone else curves[k].get(step, latest[k])
+        known = [value for value in latest if value is not None]
+        if len(known) == len(found):
+            points[step] = summary(known)
+    return points
+
+
+EXPERIMENT = Experiment(
+    "rl", "A2C and PPO: return by steps of the environment.", Settings, PRESETS, Config, tasks, work, run, sections
+)

@@ -1,0 +1,50 @@
+"""Advantage actor-critic: an update after every five steps, by five-step returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..losses import value_loss
+from .config import Config
+from .learner import Algorithm, explained_variance
+from .networks import Agent
+from .returns import n_step_returns
+from .wrappers import Rollout
+
+
+class A2C(Algorithm):
+    """−log π(a|s) (R − v(s)) for the policy and (v(s) − R)² for the critic, without entropy bonus; the time is observed."""
+
+    rollout = 5
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config, orthogonal=False, time_feature=True)
+
+    @property
+    def loss(self) -> Callable[..., Tensor]:
+        half = self.config.half_value_loss
+
+        def loss(agent: Agent, observations: Tensor, actions: Tensor, advantages: Tensor, returns: Tensor) -> Tensor:
+            policy = agent.policy_gradient(observations, actions, advantages)
+            return policy + value_loss(agent.values(observations), returns, half=half)
+
+        return loss
+
+    def learn(self, rollout: Rollout, is_logged: bool) -> None:
+        values, next_values = self.values(rollout)
+        found = n_step_returns(rollout.rewards, next_values, rollout.terminated, rollout.ended, self.gamma)
+        observations, actions = torch.from_numpy(rollout.observations), torch.from_numpy(rollout.actions)
+        returns, advantages = torch.from_numpy(found), torch.from_numpy(found - values)
+        self.update(observations, actions, advantages, returns)
+        if is_logged:
+            with torch.no_grad():
+                policy = self.agent.policy_gradient(observations, actions, advantages)
+                value = value_loss(self.agent.values(observations), returns, half=self.config.half_value_loss)
+            self.metrics = {
+                "losses/policy_loss": float(policy),
+                "losses/value_loss": float(value),
+                "losses/explained_variance": explained_variance(values, found),
+            }
