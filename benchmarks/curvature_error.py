@@ -11,6 +11,7 @@ float64 show how far two runs part by rounding alone.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import pickle
@@ -204,7 +205,7 @@ def measure(problem: Problem) -> dict[str, Any]:
     images, labels = problem.train
     found = {"parameters": sum(p.numel() for p in model.parameters()), "initialized": errors(model, problem)}
     optimizer = torch.optim.Adam(model.parameters(), lr=problem.step_size)
-    for batch in batches(len(images), problem.steps, 0):
+    for batch in itertools.islice(batches(len(images), BATCH, 0), problem.steps):
         optimizer.zero_grad()
         F.cross_entropy(model(images[batch]), labels[batch]).backward()
         optimizer.step()
@@ -280,7 +281,7 @@ def train(problem: Problem, optimizer: Any, step_size: float, dtype: torch.dtype
     """The loss over all training images at the end."""
     model, (images, labels) = problem.network(seed), problem.train
     opt = optimizer(model.parameters(), lr=step_size, curvature_dtype=dtype)
-    for batch in batches(len(images), steps, seed):
+    for batch in itertools.islice(batches(len(images), BATCH, seed), steps):
         opt.zero_grad()
         opt.backward(F.cross_entropy(model(images[batch]), labels[batch]))
         opt.step()
