@@ -166,7 +166,8 @@ def data(
         bars: dict[str, TaskID] = {}
 
         def draw(file: str, done: int, total: int | None) -> None:
-            bars.setdefault(file, progress.add_task(file))
+            if file not in bars:
+                bars[file] = progress.add_task(file)
             progress.update(bars[file], completed=done, total=total)
 
         try:
@@ -198,7 +199,7 @@ def main() -> None:
     """Run the command line."""
     try:
         app()
-    except (DamagedRun, OSError) as error:
+    except (DamagedRun, OSError, ModuleNotFoundError) as error:
         Console(stderr=True).print(f"[red]{type(error).__name__}[/] {escaped(str(error))}", highlight=False)
         raise SystemExit(1) from None
 

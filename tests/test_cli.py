@@ -163,6 +163,20 @@ def test_a_failed_request_does_not_hide_what_was_done(invoke, tmp_path):
     assert "--examples=1" in (tmp_path / "out" / "report" / "summary.json").read_text()
 
 
+def test_a_download_has_one_bar_for_each_file(invoke, monkeypatch):
+    added = []
+
+    def download(name, root, draw):
+        for done in range(5):
+            draw("images.gz", done, 5)
+
+    monkeypatch.setattr(cli, "download", download)
+    monkeypatch.setattr(cli.Progress, "add_task", lambda self, file: added.append(file) or 0)
+    monkeypatch.setattr(cli.Progress, "update", lambda *_, **__: None)
+    assert invoke("data", "digits").exit_code == 0
+    assert added == ["images.gz"]
+
+
 def test_digits_need_no_download(invoke):
     assert "1500 images to train on, 297 to test" in words_of(invoke("data", "digits"))
 

@@ -175,7 +175,8 @@ def perform(experiment: Experiment, tasks: list[Task], where: Where, command: st
     if where.workers < 0:
         raise typer.BadParameter(f"{where.workers} is negative", param_hint="--workers")
     finished = [record for task in tasks if (record := store.record(experiment.name, task)) and record.status == FINISHED]
-    others = sum(record.facts["commits"] != [commit()] for record in finished)
+    now = [commit()]
+    others = sum(record.facts["commits"] != now for record in finished)
     console.print(f"[bold]{experiment.name}[/]: {'; '.join(experiment.work(settings) for settings in several)}.", highlight=False)
     by_others = f" ({others} by another commit or with changes to it)" if others else ""
     console.print(f"{len(tasks)} runs, {len(finished)} of them done before{by_others}, in {where.runs}", highlight=False)
@@ -197,7 +198,7 @@ def check_inputs(experiment: Experiment, finished: list[Record], where: Where) -
         try:
             inputs = experiment.inputs(record.task, where.data)
         except DataError:
-            return
+            continue
         if record.facts.get("inputs", inputs) != inputs:
             raise typer.BadParameter(f"{record.directory} was done with other data of the same name; use other --runs")
 
