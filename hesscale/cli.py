@@ -178,6 +178,43 @@ def data(
     Console().print(f"{found.title}: {len(found.train_labels)} images to train on, {len(found.test_labels)} to test")
 
 
+@app.command("rl-eval")
+def rl_eval(
+    checkpoint: Annotated[Path, typer.Argument(help="directory of a run of hesscale rl, or policy.pt or checkpoint.pt in it")],
+    episodes: Annotated[int, typer.Option("--episodes", min=1, help="how many to play")] = 10,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="of the first episode; the next has the next")] = 0,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic/--sample", help="the policy's likeliest actions, or actions drawn from it")
+    ] = True,
+    video: Annotated[Path | None, typer.Option("--video", help="file (.mp4) to show the first episode in")] = None,
+) -> None:
+    """Play episodes with a learned policy, as it is."""
+    from .experiments.training import summary
+    from .rl.config import OPTIMIZERS
+    from .rl.evaluate import evaluate, film, load_policy
+
+    console = Console()
+    try:
+        policy = load_policy(checkpoint)
+        if video is not None:
+            with console.status("filming an episode"):
+                film(policy, video, 1, seed, deterministic=deterministic)
+            console.print(f"wrote {video}", highlight=False, soft_wrap=True)
+        with console.status("playing"):
+            found = evaluate(policy, episodes, seed, deterministic=deterministic)
+    except (ValueError, FileNotFoundError, FloatingPointError, RuntimeError) as error:
+        raise typer.BadParameter(str(error)) from None
+    config = policy.config
+    title = f"{config.algo.upper()} with {OPTIMIZERS[config.optimizer].label} on {config.env}, after {policy.steps:,} steps"
+    table = Table("seed", Column("return", justify="right"), Column("length", justify="right"), title=title, min_width=len(title))
+    for k, episode in enumerate(found, start=seed):
+        table.add_row(str(k), f"{episode.total:.2f}", str(episode.length))
+    table.add_section()
+    totals, lengths = [episode.total for episode in found], [float(episode.length) for episode in found]
+    table.add_row("mean", summary(totals).text(".2f"), summary(lengths).text(".1f"))
+    console.print(table)
+
+
 @app.command()
 def explain(
     factory: Annotated[str, typer.Argument(help="module:function; the function takes nothing and returns a loss")],

@@ -90,6 +90,19 @@ class CompiledStep:
         self.mode, self.reason = graph.mode, graph.reason
         return loss
 
+    def again(self, *batch: Any) -> Tensor:
+        """A step as the last one, with another batch: that nothing else has changed since is not checked.
+
+        For loops whose steps take less time than the checks: call the step itself once after every change to its model, its
+        optimizer or their options (a step size, ``load_state_dict`` …), and this in between. Curvature that is due at some steps
+        only (``curvature_every``), and batches of another shape, are seen.
+        """
+        tensors, shape = Shape.of(batch)
+        _, graph = self.last
+        if graph is None or graph.shape != shape or not graph.can_repeat():
+            return self(*batch)
+        return graph.run_on(graph.own_now, tensors)
+
     def graph_for(self, key: object, shape: Shape) -> Graph:
         """The graph for such steps; one that is new is kept if there is room and the key can be one."""
         can_keep = is_hashable(key)  # unless an attribute of the model or an option has become something odd
@@ -135,6 +148,7 @@ class Graph:
         self.kept: list[Tensor] = []  # so that no other takes its place unseen
         self.own: list[Tensor] = []  # the same without a graph, whose memory is kept too
         self.glance: list[object] = []
+        self.own_now: list[Tensor] = []  # with numbers, at the last call
         self.captured: Captured | None = None
 
     def __call__(self, batch: Sequence[Any], tensors: list[Tensor]) -> Tensor:
@@ -150,6 +164,11 @@ class Graph:
                 if is_new:  # what went wrong now went wrong in the trace as well: try again
                     self.calls, self.attempt, self.reason = 0, 2, ""
                 raise
+        self.own_now = own
+        return self.run_on(own, tensors)
+
+    def run_on(self, own: list[Tensor], tensors: list[Tensor]) -> Tensor:
+        assert self.run is not None
         with torch.no_grad(), torch._C._DisableAutocast():  # the graph holds the casts
             if self.cuda_graph and self.calls > self.attempt:
                 loss, *etas = self.replay(self.run, own, tensors)
@@ -157,6 +176,11 @@ class Graph:
                 loss, *etas = self.run(*own, *tensors)
         self.subject.note_step(etas)
         return loss
+
+    def can_repeat(self) -> bool:
+        """Whether the next step is the same as the last one."""
+        is_ready = self.run is not None and bool(self.own_now) and (self.captured is not None or not self.cuda_graph)
+        return is_ready and self.subject.is_steady()
 
     def arguments(self) -> list[Tensor] | None:
         """What a step reads and changes, but for the batch; None, and back to the start, if the graph was not made for such."""
@@ -170,7 +194,7 @@ class Graph:
             self.own = [tensor.detach() for tensor in self.kept]
             self.glance = self.subject.glance()
             if self.kinds != [kind_of(tensor) for tensor in self.own]:
-                self.mode, self.run, self.kept, self.own, self.glance = "eager", None, [], [], []
+                self.mode, self.run, self.kept, self.own, self.own_now, self.glance = "eager", None, [], [], [], []
                 self.calls, self.attempt = 1, 2
                 return None
         return [*self.own, *self.subject.number_tensors()]

@@ -138,6 +138,9 @@ class Members:
                     f"member {k} has options that are no numbers and differ from member 0's, among {', '.join(names)}"
                 )
 
+    def is_steady(self) -> bool:
+        return self.first.is_steady()
+
     def obstacle(self) -> str:
         return next((reason for member in self.members if (reason := member.obstacle())), "")
 

@@ -148,6 +148,29 @@ def test_every_optimizer_equals_itself_over_100_steps(name):
     assert all(p.grad is None and getattr(p, "hess_diag", None) is None for p in step.subject.model.parameters())
 
 
+@pytest.mark.parametrize("name", ["groups", "AdaHessian", "curvature every 3", "torch Adam"])
+def test_steps_again_are_the_same_as_steps(name):
+    eager, other = two_of(mlp(), OPTIMIZERS[name])
+    data = [*batches(8), *batches(3, size=5), *batches(4)]
+    expected = train(eager, data)
+    torch.manual_seed(2)
+    torch.testing.assert_close([other.again(*batch) for batch in data], expected, **CLOSE)
+    check_equal(eager, other)
+    assert other.mode == "traced"
+
+
+def test_steps_again_do_not_look_at_what_has_changed():
+    step = hesscale.compile_step(model := mlp(), cross_entropy, optimizer := ada(model.parameters()), backend="traced")
+    train(step, batches(4))
+    before = copy.deepcopy(model.state_dict())
+    optimizer.param_groups[0]["lr"] = 0.0
+    step.again(*batches(1)[0])
+    assert any(not torch.equal(p, before[name]) for name, p in model.named_parameters())
+    before = copy.deepcopy(model.state_dict())
+    step(*batches(1)[0])
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
 def test_eta_is_that_of_the_step():
     eager, other = two_of(mlp(), OPTIMIZERS["groups"])
     for step in (eager, other):

@@ -139,11 +139,11 @@ def test_ray_that_is_not_installed(tmp_path, monkeypatch):
 
 
 def test_slices_of_work_end_with_the_same_numbers(tmp_path):
-    task, files, error, slices = as_task(Task(0)), {}, None, 0
-    while error is None:
-        files, error = work_for_a_while(EXPERIMENT, task, files, tmp_path, "", tensorboard=False, seconds=0)
+    task, files, errors, slices = as_task(Task(0)), {}, None, 0
+    while errors is None:
+        (files,), errors = work_for_a_while(EXPERIMENT, [(task, files)], tmp_path, "", tensorboard=False, seconds=0)
         slices += 1
-    assert (error, slices, files.keys()) == ("", 3, {"run.sqlite"})
+    assert (errors, slices, files.keys()) == ([""], 3, {"run.sqlite"})
     store = Store(tmp_path / "runs")
     put(store.directory("toy", task), files)
     EXPERIMENT.do(Store(tmp_path / "alone"), task, None)

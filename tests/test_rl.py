@@ -16,7 +16,6 @@ gymnasium = pytest.importorskip("gymnasium")
 np = pytest.importorskip("numpy")
 
 from hesscale import losses as hesscale_losses  # noqa: E402
-from hesscale.errors import NonFiniteError  # noqa: E402
 from hesscale.experiments import rl  # noqa: E402
 from hesscale.lab.experiment import as_task  # noqa: E402
 from hesscale.lab.marks import check  # noqa: E402
@@ -24,10 +23,10 @@ from hesscale.lab.store import Pause, Result, Store  # noqa: E402
 from hesscale.optim import CurvatureOptimizer  # noqa: E402
 from hesscale.rl.a2c import A2C  # noqa: E402
 from hesscale.rl.config import OPTIMIZERS, Config  # noqa: E402
-from hesscale.rl.networks import Categorical, Gaussian  # noqa: E402
+from hesscale.rl.networks import Categorical, Crew, Gaussian  # noqa: E402
 from hesscale.rl.ppo import PPO  # noqa: E402
 from hesscale.rl.returns import gae, n_step_returns  # noqa: E402
-from hesscale.rl.wrappers import World  # noqa: E402
+from hesscale.rl.wrappers import Worlds  # noqa: E402
 
 EXPERIMENT = rl.EXPERIMENT
 TOY = "hesscale-test/Toy-v0"
@@ -86,9 +85,9 @@ def register(name, **options):
 def some():
     """Rewards, values, next values, and episodes that terminate or are truncated."""
     draws = np.random.default_rng(0)
-    rewards, values, following = draws.normal(size=(3, 50)).astype(np.float32)
-    ended = draws.random(50) < 0.3
-    terminated = ended & (draws.random(50) < 0.5)
+    rewards, values, following = draws.normal(size=(3, 2, 50)).astype(np.float32)
+    ended = draws.random((2, 50)) < 0.3
+    terminated = ended & (draws.random((2, 50)) < 0.5)
     assert (ended & ~terminated).any()
     assert terminated.any()
     return rewards, values, following, terminated, ended
@@ -97,53 +96,69 @@ def some():
 def test_n_step_returns_are_sums_up_to_the_end_of_the_episode(some):
     rewards, _, following, terminated, ended = some
     found = n_step_returns(rewards, following, terminated, ended, 0.9)
-    for t in range(50):
-        last = next((k for k in range(t, 50) if ended[k]), 49)
-        expected = sum(0.9 ** (k - t) * rewards[k] for k in range(t, last + 1))
-        if not terminated[last]:
-            expected += 0.9 ** (last + 1 - t) * following[last]
-        assert found[t] == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    for agent, t in itertools.product(range(2), range(50)):
+        last = next((k for k in range(t, 50) if ended[agent, k]), 49)
+        expected = sum(0.9 ** (k - t) * rewards[agent, k] for k in range(t, last + 1))
+        if not terminated[agent, last]:
+            expected += 0.9 ** (last + 1 - t) * following[agent, last]
+        assert found[agent, t] == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
 def test_gae_is_a_sum_of_errors_up_to_the_end_of_the_episode(some):
     rewards, values, following, terminated, ended = some
     found = gae(rewards, values, following, terminated, ended, 0.9, 0.8)
-    errors = [r + (0 if end else 0.9 * f) - v for r, v, f, end in zip(rewards, values, following, terminated, strict=True)]
-    for t in range(50):
-        last = next((k for k in range(t, 50) if ended[k]), 49)
-        assert found[t] == pytest.approx(sum((0.9 * 0.8) ** (k - t) * errors[k] for k in range(t, last + 1)), rel=1e-5, abs=1e-6)
+    errors = rewards + 0.9 * following * ~terminated - values
+    for agent, t in itertools.product(range(2), range(50)):
+        last = next((k for k in range(t, 50) if ended[agent, k]), 49)
+        expected = sum((0.9 * 0.8) ** (k - t) * errors[agent, k] for k in range(t, last + 1))
+        assert found[agent, t] == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
 # ---------------------------------------------------------------------------------------------------------------- environment
 
 
+class Fixed:
+    """Policies that always do the same."""
+
+    def __init__(self, *actions):
+        self.actions = np.array(actions)
+
+    def noise(self, draws, count):
+        return np.zeros((count, 2))
+
+    def act(self, observations, noise):
+        return self.actions, np.isfinite(self.actions).reshape(len(self.actions), -1).all(-1)
+
+
+STILL = Fixed(np.zeros(2, np.float32))
+
+
 def test_rollouts_keep_what_came_next_before_a_reset():
-    world = World(TOY, 0, normalize=False)
-    found = world.collect(lambda observation, draws: np.zeros(2, np.float32), 30)
+    worlds = Worlds(TOY, [0], normalize=False)
+    found = worlds.collect(STILL, 30)
     lengths = [10, 7, 10]  # truncated, terminated, truncated
     expected = [list(range(n)) for n in lengths]
-    assert found.observations[:27, 0].tolist() == list(itertools.chain(*expected))
-    assert found.following[:27, 0].tolist() == [t + 1 for t in itertools.chain(*expected)]
-    assert np.flatnonzero(found.ended).tolist() == [9, 16, 26]
-    assert np.flatnonzero(found.terminated).tolist() == [16]
-    assert world.finished == [(55.0, 10), (28.0, 7), (55.0, 10)]
+    assert found.observations[0, :27, 0].tolist() == list(itertools.chain(*expected))
+    assert found.following[0, :27, 0].tolist() == [t + 1 for t in itertools.chain(*expected)]
+    assert np.flatnonzero(found.ended[0]).tolist() == [9, 16, 26]
+    assert np.flatnonzero(found.terminated[0]).tolist() == [16]
+    assert worlds.finished == [[(55.0, 10), (28.0, 7), (55.0, 10)]]
 
 
 def test_observations_are_normalised_as_gymnasium_does():
-    world, other = World("CartPole-v1", 3), gymnasium.wrappers.NormalizeObservation(gymnasium.make("CartPole-v1"))
+    worlds, other = Worlds("CartPole-v1", [3]), gymnasium.wrappers.NormalizeObservation(gymnasium.make("CartPole-v1"))
     observation, _ = other.reset(seed=3)
     for k in range(100):
-        np.testing.assert_allclose(world.observation, np.clip(observation, -10, 10), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(worlds.observations[0], np.clip(observation, -10, 10), rtol=1e-5, atol=1e-6)
         observation, _, terminated, truncated, _ = other.step(k % 2)
-        world.step(np.int64(k % 2))
+        worlds.step(np.array([k % 2]))
         if terminated or truncated:
             observation, _ = other.reset()
-    assert len(world.finished) > 1
+    assert len(worlds.finished[0]) > 1
 
 
 def test_rewards_are_divided_by_the_deviation_of_discounted_returns():
-    world = World(TOY, 0, gamma=0.9)
-    rewards = world.collect(lambda observation, draws: np.zeros(2, np.float32), 27).rewards
+    rewards = Worlds(TOY, [0], gamma=0.9).collect(STILL, 27).rewards[0]
     seen, discounted = [], 0.0
     for t, raw in enumerate([t + 1 for n in (10, 7, 10) for t in range(n)]):
         discounted = 0.9 * (0 if raw == 1 else discounted) + raw
@@ -154,13 +169,13 @@ def test_rewards_are_divided_by_the_deviation_of_discounted_returns():
 
 
 def test_actions_are_clipped_and_the_time_left_is_observed():
-    world = World(TOY, 0, time_feature=True)
-    assert world.inputs == 2
-    found = world.collect(lambda observation, draws: np.array([3.0, -0.5], np.float32), 12)
+    worlds = Worlds(TOY, [0], time_feature=True)
+    assert worlds.inputs == 2
+    found = worlds.collect(Fixed(np.array([3.0, -0.5], np.float32)), 12)
     assert Toy.given.tolist() == [1.0, -0.5]
-    assert found.actions[0].tolist() == [3.0, -0.5]
-    np.testing.assert_allclose(found.observations[:, 1], [1 - t / 10 for t in [*range(10), 0, 1]], atol=1e-6)
-    np.testing.assert_allclose(found.following[9, 1], 0, atol=1e-6)
+    assert found.actions[0, 0].tolist() == [3.0, -0.5]
+    np.testing.assert_allclose(found.observations[0, :, 1], [1 - t / 10 for t in [*range(10), 0, 1]], atol=1e-6)
+    np.testing.assert_allclose(found.following[0, 9, 1], 0, atol=1e-6)
 
 
 # --------------------------------------------------------------------------------------------------------------------- losses
@@ -174,8 +189,12 @@ def batch(agent, count=16, inputs=3, outputs=2):
     else:
         actions = torch.randn(count, outputs, generator=generator)
     advantages, returns, noise = torch.randn(3, count, generator=generator)
-    old = agent.log_prob(observations, actions).detach() + 0.2 * noise
+    old = log_prob_of(agent, observations, actions) + 0.2 * noise
     return observations, actions, advantages, returns, old
+
+
+def log_prob_of(agent, observations, actions):
+    return Crew([agent]).log_prob(observations[None], actions[None])[0]
 
 
 def agents():
@@ -193,7 +212,8 @@ def test_losses_have_the_gradients_of_those_written_out(agent):
     else:
         variance = agent.variance(observations).exp().expand_as(actions)
         log_prob = D.Normal(agent.mean(observations), variance.sqrt()).log_prob(actions).sum(-1)
-    torch.testing.assert_close(agent.log_prob(observations, actions), log_prob)
+    torch.testing.assert_close(log_prob_of(agent, observations, actions), log_prob.detach())
+    torch.testing.assert_close(Crew([agent]).values(observations[None])[0], agent.values(observations).detach())
     ratio = (log_prob - old).exp()
     surrogate = -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean()
     policy = [p for name, p in agent.named_parameters() if not name.startswith("critic")]
@@ -208,8 +228,11 @@ def test_losses_have_the_gradients_of_those_written_out(agent):
 @pytest.mark.parametrize("agent", list(agents()), ids=["gaussian", "shared", "categorical"])
 def test_actions_are_drawn_from_the_policy(agent):
     observation = torch.tensor([0.3, -1.0, 0.5])
-    act, draws = agent.actor(), np.random.default_rng(0)
-    actions = torch.from_numpy(np.array([act(observation.numpy(), draws) for _ in range(4000)]))
+    crew = Crew([agent] * 4000)
+    noise = crew.noise(np.random.default_rng(0), 4000)
+    actions, are_finite = crew.act(observation.expand(4000, 3).numpy(), noise)
+    actions = torch.from_numpy(actions)
+    assert are_finite.all()
     with torch.no_grad():
         if isinstance(agent, Categorical):
             torch.testing.assert_close(
@@ -219,10 +242,6 @@ def test_actions_are_drawn_from_the_policy(agent):
             mean, variance = agent(observation)
             torch.testing.assert_close(actions.mean(0), mean, atol=0.08, rtol=0)
             torch.testing.assert_close(actions.var(0), variance, atol=0.1, rtol=0)
-            before = act(observation.numpy(), np.random.default_rng(1))
-            agent.mean[-1].bias += 1  # an update in place is seen
-            np.testing.assert_allclose(act(observation.numpy(), np.random.default_rng(1)), before + 1, rtol=1e-5)
-            agent.mean[-1].bias -= 1
 
 
 @pytest.mark.parametrize("algorithm", [A2C, PPO])
@@ -230,20 +249,20 @@ def test_actions_are_drawn_from_the_policy(agent):
     ("name", "backend"), [("adahesscale", "eager"), ("scaled-adam", "traced"), ("scaled-adahesscale", "traced")]
 )
 def test_one_step_is_that_of_an_optimizer_and_a_trust_region_for_each_network(algorithm, name, backend):
-    learning = algorithm(dataclasses.replace(CONFIG, optimizer=name, backend=backend, half_value_loss=True))
-    agent = learning.agent
-    observations, actions, advantages, returns, old = batch(agent, inputs=learning.world.inputs)
+    learning = algorithm([dataclasses.replace(CONFIG, optimizer=name, backend=backend, half_value_loss=True)])
+    (agent,) = learning.agents
+    observations, actions, advantages, returns, old = batch(agent, inputs=learning.worlds.inputs)
     data = [observations, actions, advantages, returns]
     if algorithm is PPO:
         data += [old, torch.zeros(16)]
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-    twin = type(agent)(learning.world.inputs, 2, orthogonal=False, shared=False)
+    twin = type(agent)(learning.worlds.inputs, 2, orthogonal=False, shared=False)
     twin.load_state_dict(agent.state_dict())
     kind = OPTIMIZERS[name]
     radius = 1e-8 if kind.is_scaled else None
     own = [kind.make(network.parameters(), 1e-3, eps=1e-5, trust_radius=radius) for network in twin.networks.values()]
     for _ in range(3):
-        learning.update(*data)
+        learning.update(*[tensor[None] for tensor in data])
         mean, variance = twin(observations)
         if algorithm is PPO:
             losses = [
@@ -261,7 +280,7 @@ def test_one_step_is_that_of_an_optimizer_and_a_trust_region_for_each_network(al
             optimizer.backward(loss)
             optimizer.step()
     torch.testing.assert_close(list(agent.parameters()), list(twin.parameters()), rtol=1e-4, atol=1e-6)
-    metrics = learning.trust_metrics()
+    metrics = learning.trust_metrics(0)
     if kind.is_scaled:
         for network, optimizer in zip(("mean", "variance", "critic"), own, strict=True):
             assert metrics[f"trust/eta_{network}"] == pytest.approx(float(optimizer.eta[0]), rel=1e-3)
@@ -275,25 +294,25 @@ def test_one_step_is_that_of_an_optimizer_and_a_trust_region_for_each_network(al
 
 def learned(learning, steps=8000):
     """The mean return over the second half of so many steps."""
-    while learning.world.steps < steps:
-        if learning.world.steps <= steps // 2:
-            learning.world.finished.clear()
+    (finished,) = learning.worlds.finished
+    while learning.worlds.steps < steps:
+        if learning.worlds.steps <= steps // 2:
+            finished.clear()
         learning.iterate(False)
-    lengths = [length for _, length in learning.world.finished]
-    return np.average([found for found, _ in learning.world.finished], weights=lengths)
+    return np.average([found for found, _ in finished], weights=[length for _, length in finished])
 
 
 def test_ppo_learns_to_balance_a_pole(monkeypatch):
     monkeypatch.setattr(PPO, "rollout", 1024)
     monkeypatch.setattr(PPO, "minibatches", 16)
     monkeypatch.setattr(PPO, "epochs", 10)
-    learning = PPO(dataclasses.replace(CONFIG, env="CartPole-v1", step_size=3e-4))
+    learning = PPO([dataclasses.replace(CONFIG, env="CartPole-v1", step_size=3e-4, seed=1)])
     assert learned(learning) > 80  # at random: 28
 
 
 def test_a2c_learns_to_balance_a_pendulum():
     pytest.importorskip("mujoco")
-    learning = A2C(dataclasses.replace(CONFIG, env="InvertedPendulum-v5", step_size=3e-4))
+    learning = A2C([dataclasses.replace(CONFIG, env="InvertedPendulum-v5", step_size=3e-4)])
     assert learned(learning) > 80  # at random: 8
 
 
@@ -353,6 +372,76 @@ def test_a_resumed_run_is_as_if_never_stopped(tmp_path, monkeypatch, name):
         assert any(0 < share < 1 for _, share in whole.metrics["trust/scaled_share_critic"])
 
 
+TOGETHER = {
+    "ppo": {"algo": "ppo", "optimizer": "adahesscale", "backend": "traced", "steps": 64},
+    "a2c": {"optimizer": "scaled-adahesscale", "backend": "traced", "steps": 40},
+    "cleanrl": {"algo": "ppo", "optimizer": "adam", "protocol": "cleanrl", "steps": 64},
+    "eager": {"env": "CartPole-v1", "optimizer": "scaled-adam", "steps": 40},
+}
+
+
+def together(folder, configs, seconds=math.inf):
+    store, asked = Store(folder, seconds=seconds), [as_task(config) for config in configs]
+    EXPERIMENT.do_together(store, asked, None)
+    return EXPERIMENT.results(store, asked)
+
+
+def check_alike(found, expected):
+    """But for rounding."""
+    assert found.metrics.keys() == expected.metrics.keys()
+    for metric, points in expected.metrics.items():
+        if metric != "charts/SPS":
+            np.testing.assert_allclose(found.metrics[metric], points, rtol=1e-3, atol=1e-5, err_msg=metric)
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_agents_that_learn_together_become_what_each_does_alone(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(rl, "POINTS", 4)
+    first = dataclasses.replace(CONFIG, **TOGETHER[name])
+    own = [{"seed": 0}, {"seed": 1, "step_size": 3e-3}, {"seed": 2, "trust_radius": 1e-6, "eps": 1e-4}]
+    configs = [dataclasses.replace(first, **changes) for changes in own]
+    assert len({rl.kind(config) for config in configs}) == 1
+    for found, expected in zip(together(tmp_path / "together", configs), done(tmp_path, *configs), strict=True):
+        assert found.values["together"] == 3
+        check_alike(found, expected)
+    policies = [torch.load(next(tmp_path.glob(f"{where}rl/*/policy.pt"))) for where in ("", "together/")]
+    assert policies[0].keys() == policies[1].keys()
+
+
+def test_agents_that_were_stopped_at_other_steps_go_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(rl, "POINTS", 4)
+    monkeypatch.setattr(rl, "CHECKPOINT_SECONDS", -1.0)
+    configs = [dataclasses.replace(CONFIG, seed=seed) for seed in range(3)]
+    whole = together(tmp_path / "whole", configs)
+    for _ in range(2):
+        with pytest.raises(Pause):
+            together(tmp_path / "parts", configs, seconds=-1.0)
+    assert list(map(numbers, together(tmp_path / "parts", configs))) == list(map(numbers, whole))
+    with pytest.raises(Pause):
+        together(tmp_path / "apart", configs[:2], seconds=-1.0)
+    with pytest.raises(Pause):
+        together(tmp_path / "apart", configs[1:2], seconds=-1.0)
+    found = together(tmp_path / "apart", configs)
+    assert [result.values["together"] for result in found] == [1, 1, 1]
+    for result, expected in zip(found, whole, strict=True):
+        check_alike(result, expected)
+
+
+def test_one_that_diverges_leaves_the_others_alone(tmp_path):
+    fine = dataclasses.replace(CONFIG, optimizer="adam", env="CartPole-v1", steps=60)
+    wild = dataclasses.replace(fine, step_size=1e38)
+    found, gone = together(tmp_path / "both", [fine, wild])
+    (alone,) = done(tmp_path, fine)
+    assert found.values["diverged_at"] is None
+    assert 0 < gone.values["diverged_at"] < 60
+    assert found.values["mean_return"] == alone.values["mean_return"]
+
+
+def test_agents_that_differ_in_more_cannot_learn_together():
+    with pytest.raises(ValueError, match="differ in seed, step_size, eps, trust_radius alone"):
+        A2C([CONFIG, dataclasses.replace(CONFIG, optimizer="adam")])
+
+
 def test_a_run_depends_on_its_seed_alone(tmp_path):
     first, same = (done(tmp_path / name, CONFIG)[0] for name in "ab")
     torch.manual_seed(5)
@@ -372,11 +461,16 @@ def test_returns_are_logged_and_scored_by_episode_and_by_step(tmp_path):
 
 @pytest.mark.parametrize("name", [TOY, "CartPole-v1"])
 def test_actions_that_are_not_finite_are_divergence(name):
-    learning = A2C(dataclasses.replace(CONFIG, env=name))
+    learning = A2C([dataclasses.replace(CONFIG, env=name, seed=seed) for seed in range(2)])
     with torch.no_grad():
-        next(learning.agent.parameters()).fill_(math.nan)
-    with pytest.raises(NonFiniteError, match="action at step 0 is not finite"):
-        learning.iterate()
+        next(learning.agents[1].parameters()).fill_(math.nan)
+    learning.iterate()
+    assert learning.worlds.diverged_at == [None, 0]
+    assert learning.worlds.steps == 5
+    with torch.no_grad():
+        next(learning.agents[0].parameters()).fill_(math.nan)
+    learning.iterate()
+    assert learning.worlds.diverged_at == [5, 0]
 
 
 def test_divergence_is_a_result_and_counts_as_the_worst(tmp_path):
@@ -423,19 +517,19 @@ def test_cleanrl_shares_sigma_clips_gradients_and_lets_the_step_size_fall(monkey
         return step(optimizer, closure)
 
     monkeypatch.setattr(CurvatureOptimizer, "step_once", watched)
-    learning = A2C(dataclasses.replace(CONFIG, protocol="cleanrl", steps=20))
-    assert [p.shape for p in learning.agent.variance.parameters()] == [(2,)]
+    learning = A2C([dataclasses.replace(CONFIG, protocol="cleanrl", steps=20)])
+    assert [p.shape for p in learning.agents[0].variance.parameters()] == [(2,)]
     sizes = []
     for _ in range(4):
         learning.iterate()
-        sizes += {group["lr"] for group in learning.optimizer.param_groups}
+        sizes += {group["lr"] for group in learning.optimizers[0].param_groups}
     assert sizes == pytest.approx([1e-3, 0.75e-3, 0.5e-3, 0.25e-3])
     assert max(norms) == pytest.approx(0.5, rel=1e-3)  # gradients of the first rewards are large
 
 
 def test_discrete_actions_start_where_the_environment_counts_from():
     name = register("hesscale-test/Choice-v0", actions=gymnasium.spaces.Discrete(3, start=5))
-    World(name, 0).collect(lambda observation, draws: np.int64(2), 1)
+    Worlds(name, [0]).collect(Fixed(2), 1)
     assert Toy.given == 7
 
 
@@ -469,21 +563,21 @@ def test_unknown_names_are_refused_with_close_ones():
 )
 def test_spaces_that_no_network_fits_are_named(options, message):
     with pytest.raises(ValueError, match=message):
-        A2C(dataclasses.replace(CONFIG, env=register("hesscale-test/Odd-v0", **options)))
+        A2C([dataclasses.replace(CONFIG, env=register("hesscale-test/Odd-v0", **options))])
 
 
 def test_a_policy_of_the_wrong_kind_is_refused():
     with pytest.raises(ValueError, match="CartPole-v1 has discrete actions, for which policy='gaussian' is none"):
-        A2C(dataclasses.replace(CONFIG, env="CartPole-v1", policy="gaussian"))
+        A2C([dataclasses.replace(CONFIG, env="CartPole-v1", policy="gaussian")])
     with pytest.raises(ValueError, match="has continuous actions, for which policy='categorical' is none"):
-        PPO(dataclasses.replace(CONFIG, policy="categorical"))
+        PPO([dataclasses.replace(CONFIG, policy="categorical")])
 
 
 def test_rewards_and_observations_that_are_not_finite_are_errors():
     with pytest.raises(ValueError, match="hesscale-test/NaN-v0 gave a reward of nan at step 0"):
-        A2C(dataclasses.replace(CONFIG, env=register("hesscale-test/NaN-v0", reward=math.nan))).iterate()
+        A2C([dataclasses.replace(CONFIG, env=register("hesscale-test/NaN-v0", reward=math.nan))]).iterate()
     with pytest.raises(ValueError, match="Inf-v0 gave an observation that is not finite at step 1"):
-        A2C(dataclasses.replace(CONFIG, env=register("hesscale-test/Inf-v0", extra=itertools.repeat(math.inf)))).iterate()
+        A2C([dataclasses.replace(CONFIG, env=register("hesscale-test/Inf-v0", extra=itertools.repeat(math.inf)))]).iterate()
 
 
 def test_environments_that_cannot_be_saved_or_copied_are_named(tmp_path, monkeypatch):

@@ -115,7 +115,7 @@ def test_the_joint_with_the_most_to_change_leads():
     assert profile.v == pytest.approx([1.0, -0.5])
 
 
-@pytest.mark.parametrize(("action_delay", "observation_delay"), [(0, 0), (1, 0), (0, 1), (1, 1), (2, 4), (7, 0)])
+@pytest.mark.parametrize(("action_delay", "observation_delay"), [(0, 0), (1, 0), (0, 1), (1, 1), (2, 4), (7, 0), (0, 5), (1, 6)])
 def test_packets_are_late(action_delay, observation_delay):
     env = URReacher(action_delay=action_delay, observation_delay=observation_delay)
     env.reset(seed=0)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import time
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from ..bench.command import choose
 from ..compiled import BACKENDS
-from ..errors import NonFiniteError
 from ..lab.experiment import Experiment, option
 from ..lab.plots import Plot, Section, Series, Table
-from ..lab.store import Result, Run
-from ..rl.config import OPTIMIZERS, POLICIES, PROTOCOLS, Config
+from ..lab.store import Pause, Result, Run
+from ..rl.config import OPTIMIZERS, OWN, POLICIES, PROTOCOLS, Config
 from .training import Summary, summary
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 ALGORITHMS = ("a2c", "ppo")
 POINTS = 100  # of a curve
-CHECKPOINT_SECONDS = 5.0
+CHECKPOINT_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Settings:
     step_size: str = option("3e-4", "separated by commas")
     seeds: int = option(2, "of networks, environment and actions")
     steps: int = option(30_000, "of the environment, rounded up to whole rollouts")
+    humanoid_steps: int = option(0, "of Humanoid and HumanoidStandup; 0: as many as elsewhere")
     policy: str = option("auto", f"one of {', '.join(POLICIES)}")
     protocol: str = option("paper", "paper, or cleanrl: shared standard deviation, clipped gradients, step size falling to 0")
     normalize: bool = option(True, "observations and rewards")
@@ -52,12 +54,13 @@ MUJOCO = (
 PRESETS = {
     "smoke": Settings(algo="a2c,ppo", optimizer="adahesscale", seeds=1, steps=2048, backend="eager"),
     "small": Settings(backend="eager"),
-    "paper": Settings(  # the two humanoids run for 10M steps there
+    "paper": Settings(
         algo="a2c,ppo",
         env=",".join(MUJOCO),
         optimizer="adam,adahessian,adahesscale",
         seeds=10,
         steps=2_000_000,
+        humanoid_steps=10_000_000,
     ),
 }
 
@@ -79,61 +82,117 @@ def tasks(settings: Settings) -> list[Config]:
             raise ValueError(f"{name}={getattr(settings, name)!r} is not one of {', '.join(known)}")
     if min(settings.seeds, settings.steps) < 1 or not all(0 < size < math.inf for size in [*sizes, settings.trust_radius]):
         raise ValueError("seeds, steps, step sizes and trust_radius must be positive")
+    if settings.humanoid_steps < 0:
+        raise ValueError(f"humanoid_steps={settings.humanoid_steps} is negative")
     if not 0 <= settings.eps < math.inf:
         raise ValueError(f"eps={settings.eps} is out of range")
-    same = ("steps", "policy", "protocol", "normalize", "half_value_loss", "eps", "trust_radius", "backend")
+    steps = {name: (name.startswith("Humanoid") and settings.humanoid_steps) or settings.steps for name in environments}
+    same = ("policy", "protocol", "normalize", "half_value_loss", "eps", "trust_radius", "backend")
     shared = {name: getattr(settings, name) for name in same}
     cells = itertools.product(range(settings.seeds), environments, algos, kinds, sizes)
-    return [Config(algo, env, kind, size, seed, **shared) for seed, env, algo, kind, size in cells]
+    return [Config(algo, env, kind, size, seed, steps[env], **shared) for seed, env, algo, kind, size in cells]
 
 
 def work(settings: Settings) -> str:
     asked = tasks(settings)
-    return f"{len(asked)} agents, {settings.steps:,} steps each: {len(asked) * settings.steps:,} steps of environments"
+    return f"{len(asked)} agents, {sum(task.steps for task in asked):,} steps of environments in all"
 
 
-def algorithm(config: Config) -> Algorithm:
+def algorithm(configs: Sequence[Config]) -> Algorithm:
     from ..rl.a2c import A2C
     from ..rl.ppo import PPO
 
-    return (A2C if config.algo == "a2c" else PPO)(config)
+    return (A2C if configs[0].algo == "a2c" else PPO)(configs)
+
+
+def kind(config: Config) -> Config:
+    """The same for agents that can learn together."""
+    same: dict[str, Any] = dict.fromkeys(OWN, 0)
+    return dataclasses.replace(config, **same)
 
 
 def run(task: Config, run: Run, data: Path | None) -> Mapping[str, Any]:
     """Train an agent; an action, gradient or diagonal that is not finite ends the run as diverged."""
-    learning, score, pace = algorithm(task), Score(), Pace()
-    if run.state:
-        learning.load(run.state["learning"])
-        score, pace = Score(**run.state["score"]), Pace(**run.state["pace"])
-    world = learning.world
-    every = max(task.steps // POINTS, 1)
-    can_save, saved, is_first, diverged_at = True, time.monotonic(), True, None
-    while world.steps < task.steps:
-        is_logged = (world.steps + learning.rollout) // every > world.steps // every
-        begun, steps = time.perf_counter(), world.steps
+    return run_together([task], [run], data)[0]
+
+
+def run_together(tasks: Sequence[Config], runs: Sequence[Run], data: Path | None) -> Sequence[Mapping[str, Any]]:
+    """Train agents side by side. Those that an interruption left at other steps go on in groups of their own."""
+    groups: dict[int, list[int]] = {}
+    for k, run in enumerate(runs):
+        groups.setdefault(run.state["learning"]["steps"] if run.state else 0, []).append(k)
+    found: dict[int, Mapping[str, Any]] = {}
+    for _, those in sorted(groups.items()):
+        values = Training([tasks[k] for k in those], [runs[k] for k in those]).finish()
+        found |= dict(zip(those, values, strict=True))
+    return [found[k] for k in range(len(runs))]
+
+
+class Training:
+    """Agents that go in step, each with a run to log to."""
+
+    def __init__(self, tasks: Sequence[Config], runs: Sequence[Run]) -> None:
+        self.steps, self.runs = tasks[0].steps, runs
+        self.learning = algorithm(tasks)
+        self.worlds = self.learning.worlds
+        self.scores, self.pace = [Score() for _ in runs], Pace()
+        for k, run in enumerate(runs):
+            if run.state:
+                self.learning.load(k, run.state["learning"])
+                self.scores[k], self.pace = Score(**run.state["score"]), Pace(**run.state["pace"])
+        self.can_save, self.saved = True, time.monotonic()
+
+    def finish(self) -> list[Mapping[str, Any]]:
+        """Go on to the end. Returns what came out of each."""
+        every, is_first = max(self.steps // POINTS, 1), True
+        while self.worlds.steps < self.steps and self.worlds.going:
+            begun, before = time.perf_counter(), self.worlds.steps
+            is_logged = (before + self.learning.rollout) // every > before // every
+            self.learning.iterate(is_logged)
+            if not is_first:  # that one compiles
+                self.pace.add(self.worlds.steps - before, time.perf_counter() - begun)
+            is_first = False
+            if is_logged:
+                self.log()
+                self.save_sometimes()
+        return [self.end(k) for k in range(len(self.runs))]
+
+    def log(self) -> None:
+        learning, pace = self.learning, self.pace.recent()
+        for k in self.worlds.going:
+            returns = self.scores[k].take(self.worlds.finished[k])
+            self.runs[k].log(self.worlds.steps, **learning.metrics[k], **learning.trust_metrics(k), **returns, **pace)
+        for run in self.runs:
+            run.progress(min(self.worlds.steps, self.steps), self.steps)
+
+    def save_sometimes(self) -> None:
+        if not self.can_save or time.monotonic() - self.saved < CHECKPOINT_SECONDS:
+            return
         try:
-            learning.iterate(is_logged)
-        except NonFiniteError:
-            diverged_at = world.steps
-            break
-        if not is_first:  # that one compiles
-            pace.add(world.steps - steps, time.perf_counter() - begun)
-        is_first = False
-        if not is_logged:
-            continue
-        run.log(world.steps, **learning.metrics, **learning.trust_metrics(), **score.take(world.finished), **pace.recent())
-        run.progress(min(world.steps, task.steps), task.steps)
-        if can_save and time.monotonic() - saved > CHECKPOINT_SECONDS:
+            states = [self.learning.state(k) for k in range(len(self.runs))]
+        except TypeError as error:
+            self.can_save = False
+            warnings.warn(f"{error}: if it is interrupted, this run begins anew", stacklevel=2)
+            return
+        pause: Pause | None = None
+        for run, score, state in zip(self.runs, self.scores, states, strict=True):
             try:
-                state = learning.state()
-            except TypeError as error:
-                can_save = False
-                warnings.warn(f"{error}: if it is interrupted, this run begins anew", stacklevel=2)
-                continue
-            run.checkpoint({"learning": state, "score": asdict(score), "pace": asdict(pace)})
-            saved = time.monotonic()
-    score.take(world.finished)
-    return {**score.values(), "diverged_at": diverged_at, "steps_per_second": pace.mean}
+                run.checkpoint({"learning": state, "score": asdict(score), "pace": asdict(self.pace)})
+            except Pause as found:
+                pause = found
+        if pause is not None:
+            raise pause
+        self.saved = time.monotonic()
+
+    def end(self, k: int) -> Mapping[str, Any]:
+        """What came out of an agent; its policy stays beside its run."""
+        from ..rl.evaluate import save_policy
+
+        save_policy(self.runs[k].directory / "policy.pt", self.learning.policy(k))
+        self.scores[k].take(self.worlds.finished[k])
+        rate = None if self.pace.mean is None else self.pace.mean * len(self.runs)
+        values = {"diverged_at": self.worlds.diverged_at[k], "steps_per_second": rate, "together": len(self.runs)}
+        return {**self.scores[k].values(), **values}
 
 
 @dataclass
@@ -190,7 +249,7 @@ class Pace:
 
 def sections(results: list[Result]) -> list[Section]:
     """One for each algorithm and way to train."""
-    apart = ("env", "optimizer", "step_size", "seed")
+    apart = ("env", "optimizer", "step_size", "seed", "steps")
     groups: dict[tuple[Any, ...], list[Result]] = {}
     for result in results:
         groups.setdefault(tuple((k, v) for k, v in asdict(result.task).items() if k not in apart), []).append(result)
@@ -202,15 +261,14 @@ def section(results: list[Result], end: str) -> Section:
     task = results[0].task
     networks = "a network each for mean, variance (or logits) and value" if task.protocol == "paper" else "CleanRL's protocol"
     text = (
-        f"{task.algo.upper()} for {task.steps:,} steps with {networks}; ε = {task.eps:g}, Δ = {task.trust_radius:g} for "
-        f"scaled optimizers, {'½ ' if task.half_value_loss else ''}(v − R)² for the critic, observations and rewards "
-        f"{'normalised' if task.normalize else 'as they are'}. Returns are undiscounted. A seed that diverged "
-        "counts as the worst of all runs in its environment."
+        f"{task.algo.upper()} with {networks}; {conditions(task)}. {lengths(results)}. Returns are undiscounted. A seed that "
+        "diverged counts as the worst of all runs in its environment."
     )
     groups: dict[str, dict[tuple[str, float], list[Result]]] = {}
     order = {name: k for k, name in enumerate(OPTIMIZERS)}
-    for result in sorted(results, key=lambda r: (r.task.env, order[r.task.optimizer], r.task.step_size, r.task.seed)):
-        groups.setdefault(result.task.env, {}).setdefault((result.task.optimizer, result.task.step_size), []).append(result)
+    for env, found in sorted(by_environment(results).items()):
+        for result in sorted(found, key=lambda r: (order[r.task.optimizer], r.task.step_size, r.task.seed)):
+            groups.setdefault(env, {}).setdefault((result.task.optimizer, result.task.step_size), []).append(result)
     rows: list[Sequence[str]] = []
     plots = []
     for env, cells in groups.items():
@@ -221,12 +279,37 @@ def section(results: list[Result], end: str) -> Section:
     header = ["environment", "optimizer", "step size", "mean return", "return at the end", "diverged", "steps/s"]
     caption = (
         "Mean return: of the episode that a step belongs to, over all steps of a run; at the end: of the last tenth that seeds "
-        "which did not diverge logged. Means and standard errors over seeds."
+        "which did not diverge logged. Means and standard errors over seeds. Steps/s: of all agents that learned together."
     )
     table = Table(
         f"returns-{task.algo}{end}", f"{task.algo.upper()}: mean undiscounted return over the run", header, rows, caption
     )
     return Section(f"{task.algo.upper()}, {task.protocol} protocol", text, [table, *plots])
+
+
+def by_environment(results: list[Result]) -> dict[str, list[Result]]:
+    """By name, with the number of steps where an environment has several."""
+    counts = Counter(env for env, _ in {(result.task.env, result.task.steps) for result in results})
+    groups: dict[str, list[Result]] = {}
+    for result in results:
+        env = result.task.env
+        groups.setdefault(env if counts[env] == 1 else f"{env}, {result.task.steps:,} steps", []).append(result)
+    return groups
+
+
+def conditions(task: Config) -> str:
+    """How agents are trained, as part of a sentence."""
+    return (
+        f"ε = {task.eps:g}, Δ = {task.trust_radius:g} for scaled optimizers, {'½ ' if task.half_value_loss else ''}(v − R)² for "
+        f"the critic, observations and rewards {'normalised' if task.normalize else 'as they are'}"
+    )
+
+
+def lengths(results: list[Result]) -> str:
+    envs: dict[int, dict[str, None]] = {}
+    for result in results:
+        envs.setdefault(result.task.steps, {})[result.task.env] = None
+    return "; ".join(f"{', '.join(names)}: {steps:,} steps" for steps, names in envs.items())
 
 
 def score_of(found: list[Result], worst: float) -> Summary:
@@ -288,5 +371,15 @@ def averaged(found: list[Result], worst: float) -> dict[int, Summary]:
 
 
 EXPERIMENT = Experiment(
-    "rl", "A2C and PPO: return by steps of the environment.", Settings, PRESETS, Config, tasks, work, run, sections
+    "rl",
+    "A2C and PPO: return by steps of the environment.",
+    Settings,
+    PRESETS,
+    Config,
+    tasks,
+    work,
+    run,
+    sections,
+    run_together=run_together,
+    kind=kind,
 )

@@ -1,6 +1,6 @@
 """Tasks of a sweep on a Ray cluster, whose machines need not share any files.
 
-A task travels with the files of its run, is worked on for a while in a directory of its own, and comes back with them at a
+Tasks travel with the files of their runs, are worked on for a while in directories of their own, and come back with them at a
 checkpoint: what is lost with a machine, or with the process that asked, is what was done since.
 """
 
@@ -22,7 +22,7 @@ from .files import write_whole
 from .locks import BusyRun, lock
 from .run import has_begun
 from .store import Pause, Store, Task
-from .sweep import POLL_SECONDS, Sweep, attempt
+from .sweep import POLL_SECONDS, Keys, Sweep, attempt
 
 SLICE_SECONDS = 120.0
 ORDER = "run.sqlite", "checkpoint.pt"
@@ -37,17 +37,17 @@ def run_on_ray(sweep: Sweep, address: str, workers: int) -> None:
         own = {"num_cpus": max(1, workers), "include_dashboard": False} if address == "local" else {}
         ray.init(address, log_to_driver=False, logging_level="warning", **own)
     work = ray.remote(num_cpus=1, max_retries=0)(work_for_a_while)
-    away: dict[Any, tuple[str, Any]] = {}  # key and lock, by what Ray promises
+    away: dict[Any, tuple[Keys, ExitStack]] = {}  # keys and locks, by what Ray promises
     try:
         while sweep.left or away:
             most = 1 if sweep.experiment.alone else 2 * max(1, int(ray.cluster_resources().get("CPU", 1)))
             while sweep.left and len(away) < most:
                 send(sweep, work, away, sweep.left.popleft())
-            sweep.show(key for key, _ in away.values())
+            sweep.show(key for keys, _ in away.values() for key in keys)
             for promise in ray.wait([*away], timeout=POLL_SECONDS)[0] if away else []:
-                key, held = away.pop(promise)
+                keys, held = away.pop(promise)
                 with held:
-                    receive(sweep, ray, key, promise)
+                    receive(sweep, ray, keys, promise)
     finally:
         for promise, (_, held) in away.items():
             ray.cancel(promise, force=True)
@@ -56,55 +56,68 @@ def run_on_ray(sweep: Sweep, address: str, workers: int) -> None:
             ray.shutdown()
 
 
-def send(sweep: Sweep, work: Any, away: dict[Any, tuple[str, Any]], key: str) -> None:
-    directory, task = sweep.directory(key), sweep.tasks[key]
-    directory.mkdir(parents=True, exist_ok=True)
+def send(sweep: Sweep, work: Any, away: dict[Any, tuple[Keys, ExitStack]], keys: Keys) -> None:
+    taken: dict[str, Files] = {}
     with ExitStack() as stack:
-        try:
-            held = stack.enter_context(lock(directory))
-            files = take(directory)
-        except (BusyRun, DamagedRun) as error:
-            sweep.settle(key, f"{type(error).__name__}: {error}")
+        for key in keys:
+            directory = sweep.directory(key)
+            directory.mkdir(parents=True, exist_ok=True)
+            try:
+                stack.enter_context(lock(directory))
+                taken[key] = take(directory)
+            except (BusyRun, DamagedRun) as error:
+                sweep.settle((key,), [f"{type(error).__name__}: {error}"])
+        if not taken:
             return
-        promise = work.remote(sweep.experiment, task, files, sweep.data, sweep.command, sweep.store.tensorboard, SLICE_SECONDS)
-        away[promise] = key, held
-        stack.pop_all()
+        work_on = [(sweep.tasks[key], files) for key, files in taken.items()]
+        promise = work.remote(sweep.experiment, work_on, sweep.data, sweep.command, sweep.store.tensorboard, SLICE_SECONDS)
+        away[promise] = tuple(taken), stack.pop_all()
 
 
-def receive(sweep: Sweep, ray: Any, key: str, promise: Any) -> None:
+def receive(sweep: Sweep, ray: Any, keys: Keys, promise: Any) -> None:
     try:
-        files, error = ray.get(promise)
+        files, errors = ray.get(promise)
     except ray.exceptions.RayTaskError as failure:
-        sweep.settle(key, str(failure))
+        sweep.settle(keys, [str(failure)] * len(keys))
     except ray.exceptions.RayError as death:
-        sweep.again(key, type(death).__name__)
+        sweep.again(keys, type(death).__name__)
     else:
-        put(sweep.directory(key), files)
-        if error is None:
-            sweep.left.appendleft(key)
-            del sweep.deaths[key]
+        for key, own in zip(keys, files, strict=True):
+            put(sweep.directory(key), own)
+        if errors is None:
+            sweep.left.appendleft(keys)
+            for key in keys:
+                del sweep.deaths[key]
         else:
-            sweep.settle(key, error)
+            sweep.settle(keys, errors)
 
 
 def work_for_a_while(
-    experiment: Experiment, task: Task, files: Files, data: Path | None, command: str, tensorboard: bool, seconds: float
-) -> tuple[Files, str | None]:
-    """The files of a run after some work on it, and what went wrong: "" if it is done, None if there is more to do."""
+    experiment: Experiment, tasks: list[tuple[Task, Files]], data: Path | None, command: str, tensorboard: bool, seconds: float
+) -> tuple[list[Files], list[str] | None]:
+    """The files of some runs after some work on them, and what went wrong with each: "" if it is done; None if there is more to
+    do.
+    """
     torch.set_num_threads(1)
     if data is not None and not data.exists():
-        return {}, f"{data} is not there on {platform.node()}: data sets must have the same path on every machine of the cluster"
+        problem = f"{data} is not there on {platform.node()}: data sets must have the same path on every machine of the cluster"
+        return [{} for _ in tasks], [problem] * len(tasks)
     with tempfile.TemporaryDirectory(prefix="hesscale-") as root:
         store = Store(root, tensorboard=tensorboard, seconds=seconds)
-        directory = store.directory(experiment.name, task)
-        put(directory, files)
-        error: str | None
+        directories = [store.directory(experiment.name, task) for task, _ in tasks]
+        for directory, (_, files) in zip(directories, tasks, strict=True):
+            put(directory, files)
+        errors: list[str] | None
         try:
-            error = attempt(experiment, store, task, data, command)
+            errors = attempt(experiment, store, [task for task, _ in tasks], data, command)
         except Pause:
-            error = None
-        paths = [path for path in directory.rglob("*") if path.is_file() and path.name != "lock"]
-        return {str(path.relative_to(directory)): path.read_bytes() for path in paths}, error
+            errors = None
+        return [files_in(directory) for directory in directories], errors
+
+
+def files_in(directory: Path) -> Files:
+    paths = [path for path in directory.rglob("*") if path.is_file() and path.name != "lock"]
+    return {str(path.relative_to(directory)): path.read_bytes() for path in paths}
 
 
 def take(directory: Path) -> Files:

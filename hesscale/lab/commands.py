@@ -26,6 +26,7 @@ from .store import FINISHED, DamagedRun, Record, Store, Task
 from .sweep import Interrupted, Watched, grid, run_tasks
 
 RUNS = Path("out/runs")
+TOGETHER = 16
 SECONDS_BETWEEN_LINES = 20.0
 
 
@@ -34,6 +35,7 @@ class Where:
     """How to run what settings ask for."""
 
     workers: int = dataclasses.field(default=0, metadata={"help": "processes; as many as there are cores unless given"})
+    together: int = dataclasses.field(default=TOGETHER, metadata={"help": "runs at once in a process, where they can be"})
     runs: Path = dataclasses.field(default=RUNS, metadata={"help": "where runs are kept; what is there is not done again"})
     data: Optional[Path] = dataclasses.field(default=None, metadata={"help": "where data sets are, in place of HESSCALE_DATA"})  # noqa: UP045
     ray: str = dataclasses.field(default="", metadata={"help": "address of a Ray cluster to run on; 'local' makes one"})
@@ -174,6 +176,8 @@ def perform(experiment: Experiment, tasks: list[Task], where: Where, command: st
     console, store = Console(), where.store
     if where.workers < 0:
         raise typer.BadParameter(f"{where.workers} is negative", param_hint="--workers")
+    if where.together < 1:
+        raise typer.BadParameter(f"{where.together} is not positive", param_hint="--together")
     finished = [record for task in tasks if (record := store.record(experiment.name, task)) and record.status == FINISHED]
     now = [commit()]
     others = sum(record.facts["commits"] != now for record in finished)
@@ -216,6 +220,7 @@ def do(console: Console, experiment: Experiment, tasks: list[Task], where: Where
                 workers=workers,
                 data=where.data,
                 command=command,
+                together=where.together,
                 ray=where.ray or None,
                 watch=watch,
             ).failed

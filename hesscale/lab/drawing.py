@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,8 @@ def draw_plot(plot: Plot, colours: Mapping[str, str] | None) -> Figure:
     elif values := few_values(plot):
         axes.xaxis.set_major_locator(FixedLocator(values))
         axes.xaxis.set_minor_locator(NullLocator())
-        axes.set_xticklabels([f"{value:g}" for value in values])
+        names = [f"{value:g}" for value in values]
+        axes.set_xticklabels(names, **turned(names, 30))
     if named := [mark for mark in drawn if mark.in_legend]:
         handles, labels = [handle(mark) for mark in named], [plain(mark.label) for mark in named]
         figure.legend(handles, labels, loc="outside right upper")
@@ -100,11 +101,16 @@ def handle(mark: Mark) -> Line2D:
 
 
 def name_categories(axes: Any, plot: Plot) -> None:
-    is_tight = sum(len(name) + 2 for name in plot.categories) > 70
-    turned = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if is_tight else {}
-    axes.set_xticks(range(len(plot.categories)), [plain(name) for name in plot.categories], **turned)
+    names = [plain(name) for name in plot.categories]
+    axes.set_xticks(range(len(names)), names, **turned(plot.categories, 70))
     axes.set_xlim(-0.6, len(plot.categories) - 0.4)
     axes.grid(visible=False, axis="x")
+
+
+def turned(names: Sequence[str], room: int) -> dict[str, Any]:
+    """How to write names along an axis with room for so many letters."""
+    is_tight = sum(len(name) + 2 for name in names) > room
+    return {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if is_tight else {}
 
 
 def draw_heat(heat: Heat) -> Figure:

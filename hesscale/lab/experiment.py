@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ class Experiment:
         run: does a task, from ``run.state`` on where there is one, and returns what came out: tensors and plain values by name.
         sections: what the runs show, whatever settings they differ in; some may be missing.
         alone: one run at a time, because it measures time.
+        run_together: does several tasks at once, each in its run, and returns what came out of each.
+        kind: of a task; those of the same kind can be done together.
     """
 
     name: str
@@ -44,13 +47,31 @@ class Experiment:
     run: Callable[[Any, Run, Path | None], Mapping[str, Any]]
     sections: Callable[[list[Result]], list[Section]]
     alone: bool = False
+    run_together: Callable[[Sequence[Any], Sequence[Run], Path | None], Sequence[Mapping[str, Any]]] | None = None
+    kind: Callable[[Any], Hashable] | None = None
 
     def do(self, store: Store, task: Task, data: Path | None, command: str = "") -> None:
         """Do a task, or what is left of it. ``data`` is where the user keeps data sets."""
-        with store.open(self.name, task, command) as run:
-            if not run.is_finished:
-                run.reads(self.inputs(task, data))
-                run.finish(self.run(self.task(**task), run, data))
+        self.do_together(store, [task], data, command)
+
+    def do_together(self, store: Store, tasks: Sequence[Task], data: Path | None, command: str = "") -> None:
+        """Do several, at once where that is possible."""
+        with ExitStack() as stack:
+            runs = [stack.enter_context(store.open(self.name, task, command)) for task in tasks]
+            left = [run for run in runs if not run.is_finished]
+            for run in left:
+                run.reads(self.inputs(run.task, data))
+            for run, values in zip(left, self.outcomes(left, data), strict=True):
+                run.finish(values)
+
+    def outcomes(self, runs: list[Run], data: Path | None) -> Sequence[Mapping[str, Any]]:
+        tasks = [self.task(**run.task) for run in runs]
+        if self.run_together is not None and len(runs) > 1:
+            return self.run_together(tasks, runs, data)
+        return [self.run(task, run, data) for task, run in zip(tasks, runs, strict=True)]
+
+    def kind_of(self, task: Task) -> Hashable:
+        return self.kind(self.task(**task)) if self.kind is not None else None
 
     def inputs(self, task: Task, data: Path | None) -> str:
         """What tells the data that a task reads from others of the same name; nothing if it reads none."""

@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +24,7 @@ from .store import Store, Task, key_of
 RETRIES = 3  # of a task whose worker died
 POLL_SECONDS = 0.5
 Settings = TypeVar("Settings")
+Keys = tuple[str, ...]
 
 
 class Interrupted(KeyboardInterrupt):
@@ -59,6 +60,7 @@ def run_tasks(
     workers: int,
     data: Path | None,
     command: str,
+    together: int = 1,
     ray: str | None = None,
     watch: Callable[[Watched], None] | None = None,
 ) -> Outcome:
@@ -68,12 +70,17 @@ def run_tasks(
         workers: processes at a time; 0 is this one.
         data: where data sets are; the same path on all machines.
         command: what to type for the same again.
+        together: as many as this at once in a process, where the experiment can.
         ray: address of a Ray cluster to do it on, or "local".
         watch: is called now and then, and at the end.
     """
     if workers < 0:
         raise ValueError(f"workers is {workers}; it must not be negative")
-    sweep = Sweep(portable(experiment), store, tasks, data and data.absolute(), command, watch)
+    if together < 1:
+        raise ValueError(f"together is {together}; it must be positive")
+    sweep = Sweep(experiment, store, tasks, data and data.absolute(), command, watch)
+    sweep.divide(min(together, math.ceil(len(sweep.left) / max(workers, 1))))
+    sweep.experiment = portable(experiment)
     try:
         if ray is not None:
             from .cluster import run_on_ray
@@ -108,8 +115,21 @@ class Sweep:
         self.tasks = {key_of(experiment.name, task): task for task in tasks}
         self.total = len(self.tasks)
         self.deaths: Counter[str] = Counter()
-        self.left = deque(key for key in self.tasks if not self.is_finished(key))
+        # those of an entry are done together
+        self.left: deque[Keys] = deque((key,) for key in self.tasks if not self.is_finished(key))
         self.outcome = Outcome(finished=self.total - len(self.left))
+
+    def divide(self, together: int) -> None:
+        """Put up to so many tasks of a kind together, as evenly as may be."""
+        if self.experiment.run_together is None or together < 2:
+            return
+        kinds: dict[Hashable, list[str]] = {}
+        for (key,) in self.left:
+            kinds.setdefault(self.experiment.kind_of(self.tasks[key]), []).append(key)
+        self.left.clear()
+        for keys in kinds.values():
+            parts = math.ceil(len(keys) / together)
+            self.left.extend(tuple(keys[len(keys) * i // parts : len(keys) * (i + 1) // parts]) for i in range(parts))
 
     def is_finished(self, key: str) -> bool:
         return self.store.is_finished(self.experiment.name, self.tasks[key])
@@ -117,20 +137,22 @@ class Sweep:
     def directory(self, key: str) -> Path:
         return self.store.directory(self.experiment.name, self.tasks[key])
 
-    def settle(self, key: str, error: str) -> None:
-        """A task is done, or will not be."""
-        if error:
-            self.outcome.failed.append((self.directory(key), error))
-        else:
-            self.outcome.finished += 1
+    def settle(self, keys: Keys, errors: Sequence[str]) -> None:
+        """Tasks are done, or will not be."""
+        for key, error in zip(keys, errors, strict=True):
+            if error:
+                self.outcome.failed.append((self.directory(key), error))
+            else:
+                self.outcome.finished += 1
 
-    def again(self, key: str, reason: str) -> None:
-        """Its worker died."""
-        self.deaths[key] += 1
-        if self.deaths[key] <= RETRIES:
-            self.left.appendleft(key)
-        else:
-            self.settle(key, f"its worker died {self.deaths[key]} times, at last with {reason}")
+    def again(self, keys: Keys, reason: str) -> None:
+        """Their worker died; what it did together is done one by one, to find out why."""
+        for key in reversed(keys):
+            self.deaths[key] += 1
+            if self.deaths[key] <= RETRIES:
+                self.left.appendleft((key,))
+            else:
+                self.settle((key,), [f"its worker died {self.deaths[key]} times, at last with {reason}"])
 
     def show(self, keys: Iterable[str]) -> None:
         if self.watch is None:
@@ -151,20 +173,22 @@ class Sweep:
 
 def portable(experiment: Experiment) -> Experiment:
     """As much of it as a worker needs: the rest may be something that cannot be sent."""
-    return dataclasses.replace(experiment, presets={}, tasks=unknown, work=unknown, sections=unknown)
+    return dataclasses.replace(experiment, presets={}, tasks=unknown, work=unknown, sections=unknown, kind=None)
 
 
 def unknown(_: Any) -> Any:
     raise NotImplementedError
 
 
-def attempt(experiment: Experiment, store: Store, task: Task, data: Path | None, command: str) -> str:
-    """Do a task. Returns what went wrong, if anything did; the run has the traceback."""
+def attempt(experiment: Experiment, store: Store, tasks: Sequence[Task], data: Path | None, command: str) -> list[str]:
+    """Do tasks together. Returns what went wrong with each, if anything did; its run has the traceback."""
     try:
-        experiment.do(store, task, data, command)
+        experiment.do_together(store, tasks, data, command)
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+        if len(tasks) > 1:  # which of them it is
+            return [attempt(experiment, store, [task], data, command)[0] for task in tasks]
+        return [f"{type(error).__name__}: {error}"]
+    return [""] * len(tasks)
 
 
 @contextmanager
@@ -180,9 +204,10 @@ def one_thread() -> Iterator[None]:
 def run_here(sweep: Sweep) -> None:
     with one_thread():
         while sweep.left:
-            key = sweep.left.popleft()
-            sweep.show([key])
-            sweep.settle(key, attempt(sweep.experiment, sweep.store, sweep.tasks[key], sweep.data, sweep.command))
+            keys = sweep.left.popleft()
+            sweep.show(keys)
+            tasks = [sweep.tasks[key] for key in keys]
+            sweep.settle(keys, attempt(sweep.experiment, sweep.store, tasks, sweep.data, sweep.command))
 
 
 def grid(settings: Settings, over: Mapping[str, Sequence[Any]]) -> list[Settings]:

@@ -17,13 +17,13 @@ import torch
 
 from .experiment import Experiment
 from .store import Store, Task
-from .sweep import POLL_SECONDS, Sweep, attempt
+from .sweep import POLL_SECONDS, Keys, Sweep, attempt
 
 STOP_SECONDS = 5.0
 
 
 class Worker:
-    """A process that does one task after another."""
+    """A process that does some tasks after others."""
 
     def __init__(self, context: SpawnContext, sweep: Sweep) -> None:
         self.connection, other = context.Pipe()
@@ -31,14 +31,14 @@ class Worker:
         self.process.start()
         other.close()
 
-    def begin(self, task: Task) -> None:
+    def begin(self, tasks: Sequence[Task]) -> None:
         with suppress(OSError):  # if it died, whoever waits for it will see
-            self.connection.send(task)
+            self.connection.send(tasks)
 
-    def error(self) -> str | None:
-        """What went wrong with its task, if anything did; None if the process died."""
+    def errors(self) -> list[str] | None:
+        """What went wrong with each of its tasks, if anything did; None if the process died."""
         try:
-            return str(self.connection.recv()) if self.connection.poll() else None
+            return list(self.connection.recv()) if self.connection.poll() else None
         except (EOFError, OSError):
             return None
 
@@ -69,21 +69,21 @@ def follow_parent() -> None:
 def run_in_processes(sweep: Sweep, workers: int) -> None:
     context = multiprocessing.get_context("spawn")
     idle: list[Worker] = []
-    busy: dict[Worker, str] = {}
+    busy: dict[Worker, Keys] = {}
     try:
         while sweep.left or busy:
             while sweep.left and len(busy) < workers:
                 worker = idle.pop() if idle else Worker(context, sweep)
                 busy[worker] = sweep.left.popleft()
-                worker.begin(sweep.tasks[busy[worker]])
-            sweep.show(busy.values())
+                worker.begin([sweep.tasks[key] for key in busy[worker]])
+            sweep.show(key for keys in busy.values() for key in keys)
             ready = wait([worker.connection for worker in busy], POLL_SECONDS)
             for worker in [worker for worker in busy if worker.connection in ready or not worker.process.is_alive()]:
-                key, error = busy.pop(worker), worker.error()
-                if error is None:
-                    sweep.again(key, f"exit code {worker.exit_code()}")
+                keys, errors = busy.pop(worker), worker.errors()
+                if errors is None:
+                    sweep.again(keys, f"exit code {worker.exit_code()}")
                 else:
-                    sweep.settle(key, error)
+                    sweep.settle(keys, errors)
                     idle.append(worker)
     finally:
         stop([*idle, *busy])

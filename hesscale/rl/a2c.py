@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,8 +20,8 @@ class A2C(Algorithm):
 
     rollout = 5
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(config, orthogonal=False, time_feature=True)
+    def __init__(self, configs: Sequence[Config]) -> None:
+        super().__init__(configs, orthogonal=False, time_feature=True)
 
     @property
     def loss(self) -> Callable[..., Tensor]:
@@ -33,18 +33,20 @@ class A2C(Algorithm):
 
         return loss
 
-    def learn(self, rollout: Rollout, is_logged: bool) -> None:
+    def learn(self, rollout: Rollout) -> None:
         values, next_values = self.values(rollout)
-        found = n_step_returns(rollout.rewards, next_values, rollout.terminated, rollout.ended, self.gamma)
-        observations, actions = torch.from_numpy(rollout.observations), torch.from_numpy(rollout.actions)
-        returns, advantages = torch.from_numpy(found), torch.from_numpy(found - values)
-        self.update(observations, actions, advantages, returns)
-        if is_logged:
-            with torch.no_grad():
-                policy = self.agent.policy_gradient(observations, actions, advantages)
-                value = value_loss(self.agent.values(observations), returns, half=self.config.half_value_loss)
-            self.metrics = {
-                "losses/policy_loss": float(policy),
-                "losses/value_loss": float(value),
-                "losses/explained_variance": explained_variance(values, found),
-            }
+        returns = n_step_returns(rollout.rewards, next_values, rollout.terminated, rollout.ended, self.gamma)
+        data = rollout.observations, rollout.actions, returns - values, returns
+        self.batch = [torch.from_numpy(array) for array in data]
+        self.update(*self.batch)
+
+    def measure(self, k: int) -> dict[str, float]:
+        observations, actions, advantages, returns = [tensor[k] for tensor in self.batch]
+        agent = self.agents[k]
+        policy = agent.policy_gradient(observations, actions, advantages)
+        value = value_loss(agent.values(observations), returns, half=self.config.half_value_loss)
+        return {
+            "losses/policy_loss": float(policy),
+            "losses/value_loss": float(value),
+            "losses/explained_variance": explained_variance(returns - advantages, returns),
+        }

@@ -9,6 +9,7 @@ from ..optim import AdaHesScale, AdaHesScaleGN, AdaHessian, Adam, CurvatureOptim
 
 PROTOCOLS = ("paper", "cleanrl")
 POLICIES = ("auto", "gaussian", "categorical")
+OWN = ("seed", "step_size", "eps", "trust_radius")  # in which agents that learn side by side may differ
 
 
 class Kind(NamedTuple):

@@ -1,10 +1,11 @@
-"""What A2C and PPO share: an agent for an environment, and updates of its networks as one compiled step."""
+"""What A2C and PPO share: agents in environments of one kind, that learn side by side in one compiled step."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,47 +13,53 @@ import torch
 from torch import Tensor, nn
 
 from ..compiled import compile_step
+from ..ensembles import ensemble
 from ..lab.store import seeded
-from .config import OPTIMIZERS, Config
-from .networks import Agent, Array, Categorical, Gaussian
-from .wrappers import Rollout, World
+from ..optim import CurvatureOptimizer
+from .config import OPTIMIZERS, OWN, Config
+from .networks import Agent, Array, Categorical, Crew, Gaussian
+from .wrappers import Rollout, Worlds
 
 MOST_NORM = 0.5  # of gradients in CleanRL's protocol
 
 
 class Algorithm:
-    """An agent in its environment; subclasses say what a rollout teaches.
+    """Agents, each in an environment of its own; subclasses say what rollouts teach.
+
+    They go in step and are updated together, and each becomes what it would alone, but for the draws of AdaHessian and for
+    rounding.
+
+    Args:
+        configs: one for each agent; they differ in nothing but ``OWN``.
 
     Attributes:
         rollout: steps between updates.
-        updates: of the networks so far.
+        metrics: of each agent, when they were last asked for.
     """
 
     rollout: int
     gamma = 0.99
 
-    def __init__(self, config: Config, *, orthogonal: bool, time_feature: bool) -> None:
-        self.config = config
-        self.world = World(config.env, config.seed, gamma=self.gamma, normalize=config.normalize, time_feature=time_feature)
-        with seeded(config.seed):
-            self.agent = agent_for(self.world, config, orthogonal=orthogonal)
-            self.random_state = torch.get_rng_state()  # the agent's own from here on, for AdaHessian's draws and minibatches
-        kind = OPTIMIZERS[config.optimizer]
-        self.optimizer = kind.make(
-            [{"params": network.parameters()} for network in self.agent.networks.values()],
-            lr=config.step_size,
-            eps=config.eps,
-            trust_radius=config.trust_radius if kind.is_scaled else None,
-            trust_region="group",
-        )
-        self.step: Callable[..., Any] = self.clipped_step
-        if not self.is_cleanrl:
-            self.step = compile_step(self.agent, self.loss, self.optimizer, backend=config.backend)
+    def __init__(self, configs: Sequence[Config], *, orthogonal: bool, time_feature: bool) -> None:
+        check_alike(configs)
+        self.configs, self.config = list(configs), configs[0]
+        options = {"gamma": self.gamma, "normalize": self.config.normalize, "time_feature": time_feature}
+        self.make_worlds: Callable[[list[int]], Worlds] = lambda seeds: Worlds(self.config.env, seeds, **options)  # type: ignore[arg-type]
+        self.worlds = self.make_worlds([config.seed for config in configs])
+        self.agents: list[Agent] = []
+        for config in reversed(configs):
+            with seeded(config.seed):
+                self.agents.insert(0, agent_for(self.worlds, config, orthogonal=orthogonal))
+                self.random_state = torch.get_rng_state()  # from here on that of AdaHessian's draws, by the first seed
+        self.crew = Crew(self.agents)
+        self.shuffles = [torch.Generator().manual_seed(config.seed) for config in configs]
+        self.optimizers = [optimizer_for(agent, config) for agent, config in zip(self.agents, configs, strict=True)]
+        self.step = self.make_step()
         self.is_warm = self.is_cleanrl
-        self.updates = 0
-        self.twin: World | None = None  # a copy from what was saved, which is to do the same
+        self.twin: Worlds | None = None  # a copy of the first from what was saved, which is to do the same
         self.is_checked = False
-        self.metrics: dict[str, float] = {}
+        self.batch: list[Tensor] = []
+        self.metrics: list[dict[str, float]] = [{} for _ in configs]
 
     @property
     def is_cleanrl(self) -> bool:
@@ -60,25 +67,52 @@ class Algorithm:
 
     @property
     def loss(self) -> Callable[..., Tensor]:
-        """(agent, *batch) to the sum of all networks' losses."""
+        """(agent, *batch) to the sum of all its networks' losses."""
         raise NotImplementedError
 
-    def learn(self, rollout: Rollout, is_logged: bool) -> None:
-        """Update the networks, and fill ``metrics`` if they are asked for."""
+    def learn(self, rollout: Rollout) -> None:
+        """Update the networks, which ``crew`` has as they were during the rollout, and keep the ``batch`` that it was made of."""
         raise NotImplementedError
+
+    def measure(self, k: int) -> dict[str, float]:
+        """Metrics of an agent that has learned from ``batch``."""
+        raise NotImplementedError
+
+    def make_step(self) -> Callable[..., Any]:
+        """(*batch) to an update of all agents, with a first dimension for them in the batch."""
+        if self.is_cleanrl:
+            return self.clipped_steps
+        if len(self.agents) > 1:
+            return ensemble(self.agents, self.loss, self.optimizers, backend=self.config.backend).again
+        alone = compile_step(self.agents[0], self.loss, self.optimizers[0], backend=self.config.backend)
+        return lambda *batch: alone.again(*[tensor[0] for tensor in batch])
 
     def iterate(self, is_logged: bool = True) -> None:
         """A rollout, and what it teaches."""
         if self.is_cleanrl:
-            share = max(1 - self.world.steps / self.config.steps, 0)
-            for group in self.optimizer.param_groups:
-                group["lr"] = share * self.config.step_size
+            self.anneal()
+        self.crew.look()
         twin, self.twin = self.twin, None
-        rollout = self.world.collect(self.agent.actor(), self.rollout)
-        if twin is not None and not rollout.is_like(twin.collect(self.agent.actor(), self.rollout)):
+        rollout = self.worlds.collect(self.crew, self.rollout)
+        if twin is not None and not rollout.begins_like(twin.collect(Crew(self.agents[:1]), self.rollout)):
             warnings.warn(f"a copy of {self.config.env} goes another way: a run that is resumed will too", stacklevel=2)
+        if not self.worlds.going:
+            return
         with self.own_random_numbers():
-            self.learn(rollout, is_logged)
+            self.learn(rollout)
+        for k in [k for k in self.worlds.going if self.optimizers[k].nonfinite_steps]:
+            self.worlds.stop(k)
+        if is_logged:
+            with torch.no_grad():
+                for k in self.worlds.going:
+                    self.metrics[k] = self.measure(k)
+
+    def anneal(self) -> None:
+        """The step size falls to 0."""
+        share = max(1 - self.worlds.steps / self.config.steps, 0)
+        for config, optimizer in zip(self.configs, self.optimizers, strict=True):
+            for group in optimizer.param_groups:
+                group["lr"] = share * config.step_size
 
     @contextlib.contextmanager
     def own_random_numbers(self) -> Iterator[None]:
@@ -95,78 +129,128 @@ class Algorithm:
         if not self.is_warm:
             self.warm_up(batch)
         self.step(*batch)
-        self.updates += 1
 
     def warm_up(self, batch: tuple[Tensor, ...]) -> None:
         """Compile by steps that are taken back, so that all that count are made by the same code, also after an interruption."""
-        weights = [p.detach().clone() for p in self.agent.parameters()]
-        state = [{name: entry.clone() for name, entry in self.optimizer.state[p].items()} for p in self.agent.parameters()]
-        counters = {name: count.clone() for name, count in self.optimizer.counters.items()}
-        taken = self.optimizer.param_groups[0]["step_count"]
+        before = [(copies(agent.parameters()), state_of(optimizer)) for agent, optimizer in self.pairs()]
         with torch.random.fork_rng(devices=[]):
             for _ in range(2):
                 self.step(*batch)
-        with torch.no_grad():
-            for p, weight, entries in zip(self.agent.parameters(), weights, state, strict=True):
-                p.copy_(weight)
-                for name, entry in self.optimizer.state[p].items():
-                    entry.copy_(entries[name]) if name in entries else entry.zero_()
-        for name, count in self.optimizer.counters.items():
-            count.copy_(counters[name]) if name in counters else count.zero_()
-        for group in self.optimizer.param_groups:
-            group["step_count"] = taken
+        for (agent, optimizer), (weights, state) in zip(self.pairs(), before, strict=True):
+            with torch.no_grad():
+                for p, weight in zip(agent.parameters(), weights, strict=True):
+                    p.copy_(weight)
+            take_back(optimizer, state)
         self.is_warm = True
 
-    def clipped_step(self, *batch: Tensor) -> None:
-        """An eager step with the norm of the gradient clipped."""
-        self.optimizer.zero_grad()
-        self.optimizer.backward(self.loss(self.agent, *batch))
-        nn.utils.clip_grad_norm_(self.agent.parameters(), MOST_NORM)
-        self.optimizer.step()
+    def pairs(self) -> list[tuple[Agent, CurvatureOptimizer]]:
+        return list(zip(self.agents, self.optimizers, strict=True))
 
-    @torch.no_grad()
+    def clipped_steps(self, *batch: Tensor) -> None:
+        """Eager steps with the norm of the gradient clipped."""
+        for k, (agent, optimizer) in enumerate(self.pairs()):
+            optimizer.zero_grad()
+            optimizer.backward(self.loss(agent, *[tensor[k] for tensor in batch]))
+            nn.utils.clip_grad_norm_(agent.parameters(), MOST_NORM)
+            optimizer.step()
+
     def values(self, rollout: Rollout) -> tuple[Array, Array]:
         """v(s_t) and v(s_{t+1})."""
-        both = np.concatenate([rollout.observations, rollout.following])
-        values = self.agent.values(torch.from_numpy(both)).numpy()
-        return values[: self.rollout], values[self.rollout :]
+        both = np.concatenate([rollout.observations, rollout.following], 1)
+        values = self.crew.values(torch.from_numpy(both)).numpy()
+        return values[:, : self.rollout], values[:, self.rollout :]
 
-    def trust_metrics(self) -> dict[str, float]:
-        """η of the last step and the share of steps with η < 1, for each network."""
-        names = list(self.agent.networks)
+    def trust_metrics(self, k: int) -> dict[str, float]:
+        """η of an agent's last step and the share of its steps with η < 1, for each network."""
+        optimizer, names = self.optimizers[k], list(self.agents[k].networks)
         found: dict[str, float] = {}
-        for name, eta in zip(names, self.optimizer.eta, strict=False):
+        for name, eta in zip(names, optimizer.eta, strict=False):
             found |= {} if eta is None else {f"trust/eta_{name}": float(eta)}
-        return found | {f"trust/scaled_share_{names[k]}": float(share) for k, share in self.optimizer.scaled_share.items()}
+        return found | {f"trust/scaled_share_{names[i]}": float(share) for i, share in optimizer.scaled_share.items()}
 
-    def state(self) -> dict[str, Any]:
-        """All that is needed to go on, in a form that loads with ``weights_only=True``; once, it is checked that a copy of the
-        environment made from it does the same.
+    def state(self, k: int) -> dict[str, Any]:
+        """All that an agent needs to go on, in a form that loads with ``weights_only=True``; once, it is checked that a copy of
+        the environment made from it does the same.
 
         Raises:
             TypeError: if the environment's state cannot be saved.
         """
-        saved = self.world.save()
-        if not self.is_checked:
-            self.twin, self.is_checked = World.load(saved), True
+        world = self.worlds.state(k)
+        if k == 0 and not self.is_checked:
+            self.twin, self.is_checked = self.make_worlds([self.config.seed]), True
+            self.twin.load(0, world)
         return {
-            "world": torch.frombuffer(bytearray(saved), dtype=torch.uint8),
-            "agent": self.agent.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "counters": self.optimizer.counters,
+            "world": world,
+            **self.policy(k),
+            "optimizer": self.optimizers[k].state_dict(),
+            "counters": {name: count.clone() for name, count in self.optimizers[k].counters.items()},
             "random_state": self.random_state,
-            "updates": self.updates,
+            "shuffle": self.shuffles[k].get_state(),
         }
 
-    def load(self, state: dict[str, Any]) -> None:
-        self.world = World.load(state["world"].numpy().tobytes())
-        self.agent.load_state_dict(state["agent"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.optimizer.counters.update(state["counters"])
-        self.random_state, self.updates = state["random_state"], state["updates"]
+    def policy(self, k: int) -> dict[str, Any]:
+        """What it takes to act like an agent."""
+        return {
+            "config": dataclasses.asdict(self.configs[k]),
+            "agent": {name: tensor.clone() for name, tensor in self.agents[k].state_dict().items()},
+            "seen": self.worlds.seen.state(k),
+            "steps": self.worlds.steps,
+        }
+
+    def load(self, k: int, state: dict[str, Any]) -> None:
+        self.worlds.load(k, state["world"])
+        self.agents[k].load_state_dict(state["agent"])
+        self.optimizers[k].load_state_dict(state["optimizer"])
+        self.optimizers[k].counters.update(state["counters"])
+        self.random_state = state["random_state"]
+        self.shuffles[k].set_state(state["shuffle"])
 
 
-def agent_for(world: World, config: Config, *, orthogonal: bool) -> Agent:
+def check_alike(configs: Sequence[Config]) -> None:
+    """Agents that learn side by side do the same, with other numbers."""
+    for config in configs[1:]:
+        changed = {name: getattr(config, name) for name in OWN}
+        if dataclasses.replace(configs[0], **changed) != config:
+            raise ValueError(f"agents that learn together differ in {', '.join(OWN)} alone, not as {configs[0]} and {config}")
+
+
+def optimizer_for(agent: Agent, config: Config) -> CurvatureOptimizer:
+    """One with a trust region for each network."""
+    kind = OPTIMIZERS[config.optimizer]
+    return kind.make(
+        [{"params": network.parameters()} for network in agent.networks.values()],
+        lr=config.step_size,
+        eps=config.eps,
+        trust_radius=config.trust_radius if kind.is_scaled else None,
+        trust_region="group",
+        on_nonfinite="skip",
+    )
+
+
+def copies(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+def state_of(optimizer: CurvatureOptimizer) -> tuple[list[dict[str, Tensor]], dict[str, Tensor], int]:
+    """Of each parameter, counters, and how many steps it has made."""
+    entries = [{name: entry.clone() for name, entry in optimizer.state[p].items()} for p in optimizer.parameters()]
+    counters = {name: count.clone() for name, count in optimizer.counters.items()}
+    return entries, counters, optimizer.param_groups[0]["step_count"]
+
+
+def take_back(optimizer: CurvatureOptimizer, state: tuple[list[dict[str, Tensor]], dict[str, Tensor], int]) -> None:
+    """In place, as it was; what has been added since is 0."""
+    known, counters, taken = state
+    for p, entries in zip(optimizer.parameters(), known, strict=True):
+        for name, entry in optimizer.state[p].items():
+            entry.copy_(entries[name]) if name in entries else entry.zero_()
+    for name, count in optimizer.counters.items():
+        count.copy_(counters[name]) if name in counters else count.zero_()
+    for group in optimizer.param_groups:
+        group["step_count"] = taken
+
+
+def agent_for(world: Worlds, config: Config, *, orthogonal: bool) -> Agent:
     """Networks of the environment's sizes."""
     wanted = "categorical" if world.is_discrete else "gaussian"
     if config.policy not in ("auto", wanted):
@@ -177,7 +261,7 @@ def agent_for(world: World, config: Config, *, orthogonal: bool) -> Agent:
     return Gaussian(world.inputs, world.outputs, orthogonal=orthogonal, shared=config.protocol == "cleanrl")
 
 
-def explained_variance(values: Array, returns: Array) -> float:
+def explained_variance(values: Tensor, returns: Tensor) -> float:
     """1 − Var(R − v) / Var(R), 0 where returns do not vary."""
-    spread = float(np.var(returns))
-    return 1 - float(np.var(returns - values)) / spread if spread > 0 else 0.0
+    spread = float(returns.var(correction=0))
+    return 1 - float((returns - values).var(correction=0)) / spread if spread > 0 else 0.0

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from .. import losses
 
 Array: TypeAlias = Any  # of numpy
-Act: TypeAlias = Callable[[Array, np.random.Generator], Array]  # an observation to an action
+Outputs: TypeAlias = Mapping[str, Any]  # of networks by name: arrays or tensors
 
 LEAST_VARIANCE = 1e-16  # σ is at least 1e-8
 
@@ -36,8 +36,9 @@ def network(inputs: int, widths: Sequence[int], outputs: int, *, orthogonal: boo
 class Shared(nn.Module):
     """log σ² that is the same in all states, from a parameter log σ."""
 
-    def __init__(self, outputs: int) -> None:
+    def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
+        self.inputs = inputs
         self.log_std = nn.Parameter(torch.zeros(outputs))
 
     def forward(self, observations: Tensor) -> Tensor:
@@ -58,12 +59,19 @@ class Agent(nn.Module):
         result: Tensor = self.critic(observations).squeeze(-1)
         return result
 
-    def actor(self) -> Act:
-        """Draws actions from the policy as it is now, one observation at a time; for that numpy takes a sixth of torch's time."""
+    @staticmethod
+    def noise(draws: np.random.Generator, shape: tuple[int, ...]) -> Array:
+        """What :meth:`actions` makes actions of, for policies with so many outputs in the last dimension."""
         raise NotImplementedError
 
-    def log_prob(self, observations: Tensor, actions: Tensor) -> Tensor:
-        """log π(a|s)."""
+    @staticmethod
+    def actions(outputs: Outputs, noise: Array) -> tuple[Array, Array]:
+        """Actions drawn from policies by the outputs of their networks, and which of them are finite."""
+        raise NotImplementedError
+
+    @staticmethod
+    def log_prob(outputs: Outputs, actions: Tensor) -> Tensor:
+        """log π(a|s), likewise."""
         raise NotImplementedError
 
     def policy_gradient(self, observations: Tensor, actions: Tensor, advantages: Tensor) -> Tensor:
@@ -81,28 +89,27 @@ class Gaussian(Agent):
     def __init__(self, inputs: int, outputs: int, *, orthogonal: bool, shared: bool, width: int = 64) -> None:
         super().__init__()
         self.mean = network(inputs, [width] * 2, outputs, orthogonal=orthogonal, gain=0.01)
-        self.variance = Shared(outputs) if shared else network(inputs, [width], outputs, orthogonal=orthogonal, gain=0.01)
+        self.variance = Shared(inputs, outputs) if shared else network(inputs, [width], outputs, orthogonal=orthogonal, gain=0.01)
         self.critic = network(inputs, [width] * 2, 1, orthogonal=orthogonal, gain=1)
 
     def forward(self, observations: Tensor) -> tuple[Tensor, Tensor]:
         """μ and σ²."""
         return self.mean(observations), self.variance(observations).exp().clamp(min=LEAST_VARIANCE)
 
-    def actor(self) -> Act:
-        mean = layers_of(self.mean)
-        log_variance = None if isinstance(self.variance, Shared) else layers_of(self.variance)
-        shared: Array = self.variance.log_std.detach().numpy() * 2 if isinstance(self.variance, Shared) else None
+    @staticmethod
+    def noise(draws: np.random.Generator, shape: tuple[int, ...]) -> Array:
+        return draws.standard_normal(shape, dtype=np.float32)
 
-        def act(observation: Array, draws: np.random.Generator) -> Array:
-            raw = shared if log_variance is None else evaluate(log_variance, observation)
-            std = np.sqrt(np.maximum(np.exp(raw), np.float32(LEAST_VARIANCE)))
-            return evaluate(mean, observation) + std * draws.standard_normal(std.shape, dtype=np.float32)
+    @staticmethod
+    def actions(outputs: Outputs, noise: Array) -> tuple[Array, Array]:
+        variance = np.maximum(np.exp(outputs["variance"]), np.float32(LEAST_VARIANCE))
+        actions = outputs["mean"] + np.sqrt(variance) * noise
+        return actions, np.isfinite(actions).all(-1)
 
-        return act
-
-    def log_prob(self, observations: Tensor, actions: Tensor) -> Tensor:
-        mean, variance = self(observations)
-        return losses.gaussian_log_prob(mean, actions, variance=variance)
+    @staticmethod
+    def log_prob(outputs: Outputs, actions: Tensor) -> Tensor:
+        variance = outputs["variance"].exp().clamp(min=LEAST_VARIANCE)
+        return losses.gaussian_log_prob(outputs["mean"], actions, variance=variance)
 
     def policy_gradient(self, observations: Tensor, actions: Tensor, advantages: Tensor) -> Tensor:
         mean, variance = self(observations)
@@ -123,19 +130,18 @@ class Categorical(Agent):
         self.logits = network(inputs, [width] * 2, outputs, orthogonal=orthogonal, gain=0.01)
         self.critic = network(inputs, [width] * 2, 1, orthogonal=orthogonal, gain=1)
 
-    def actor(self) -> Act:
-        logits = layers_of(self.logits)
+    @staticmethod
+    def noise(draws: np.random.Generator, shape: tuple[int, ...]) -> Array:
+        return draws.gumbel(size=shape)
 
-        def act(observation: Array, draws: np.random.Generator) -> Array:
-            found = evaluate(logits, observation)
-            if not np.isfinite(found).all():
-                return np.float32(np.nan)
-            return np.argmax(found + draws.gumbel(size=found.shape))
+    @staticmethod
+    def actions(outputs: Outputs, noise: Array) -> tuple[Array, Array]:
+        logits = outputs["logits"]
+        return np.argmax(logits + noise, -1), np.isfinite(logits).all(-1)
 
-        return act
-
-    def log_prob(self, observations: Tensor, actions: Tensor) -> Tensor:
-        return losses.categorical_log_prob(self.logits(observations), actions)
+    @staticmethod
+    def log_prob(outputs: Outputs, actions: Tensor) -> Tensor:
+        return losses.categorical_log_prob(outputs["logits"], actions)
 
     def policy_gradient(self, observations: Tensor, actions: Tensor, advantages: Tensor) -> Tensor:
         return losses.categorical_policy_gradient(self.logits(observations), actions, advantages)
@@ -144,18 +150,78 @@ class Categorical(Agent):
         return losses.categorical_ppo(self.logits(observations), actions, advantages, old, clip=clip)
 
 
-Layers: TypeAlias = list[tuple[Array, Array]]
+Layers: TypeAlias = list[tuple[Tensor, Tensor]]  # weights (agents, outputs, inputs) and biases (agents, 1, outputs)
 
 
-def layers_of(network: nn.Module) -> Layers:
-    """Weights and biases, in the memory of the parameters."""
-    linear = [layer for layer in network.children() if isinstance(layer, nn.Linear)]
-    return [(layer.weight.detach().numpy(), layer.bias.detach().numpy()) for layer in linear]
+class Column(NamedTuple):
+    """A layer of all agents."""
+
+    weights: list[Tensor]
+    biases: list[Tensor]
+    scale: float = 1.0  # of the biases
 
 
-def evaluate(layers: Layers, x: Array) -> Array:
-    """The network's output for one observation."""
+class Crew:
+    """Agents of one kind side by side, as they were when last looked at: all networks of one name are evaluated at once.
+
+    Single observations are evaluated by numpy, which takes a sixth of torch's time for them.
+    """
+
+    def __init__(self, agents: Sequence[Agent]) -> None:
+        self.kind = type(agents[0])
+        self.columns = {name: columns_of([agent.networks[name] for agent in agents]) for name in agents[0].networks}
+        self.look()
+        self.outputs = next(iter(self.arrays.values()))[-1][1].shape[1]
+
+    @torch.no_grad()
+    def look(self) -> None:
+        """Copy the weights as they are now."""
+        self.layers: dict[str, Layers] = {
+            name: [(torch.stack(c.weights), torch.stack(c.biases)[:, None] * c.scale) for c in columns]
+            for name, columns in self.columns.items()
+        }
+        policy = {name: layers for name, layers in self.layers.items() if name != "critic"}
+        self.arrays = {name: [(w.numpy(), b.mT.numpy()) for w, b in layers] for name, layers in policy.items()}
+
+    def noise(self, draws: np.random.Generator, count: int) -> Array:
+        """For so many actions of one agent."""
+        return self.kind.noise(draws, (count, self.outputs))
+
+    def act(self, observations: Array, noise: Array) -> tuple[Array, Array]:
+        """An action of each agent for its observation, and which of them are finite."""
+        outputs = {}
+        with np.errstate(all="ignore"):  # of those that diverged
+            for name, layers in self.arrays.items():
+                x = observations[:, :, None]
+                for weight, bias in layers[:-1]:
+                    x = np.tanh(weight @ x + bias)
+                weight, bias = layers[-1]
+                outputs[name] = (weight @ x + bias)[:, :, 0]
+            return self.kind.actions(outputs, noise)
+
+    def values(self, observations: Tensor) -> Tensor:
+        """v(s) for observations (agents, …, inputs)."""
+        return evaluate(self.layers["critic"], observations)[..., 0]
+
+    def log_prob(self, observations: Tensor, actions: Tensor) -> Tensor:
+        """log π(a|s), likewise."""
+        return self.kind.log_prob({name: evaluate(self.layers[name], observations) for name in self.arrays}, actions)
+
+
+def columns_of(networks: Sequence[nn.Module]) -> list[Column]:
+    """The layers of some networks. What is the same in all states has weights 0."""
+    shared = [network for network in networks if isinstance(network, Shared)]
+    if shared:
+        return [
+            Column([torch.zeros(*each.log_std.shape, each.inputs) for each in shared], [each.log_std for each in shared], 2.0)
+        ]
+    linear = [[layer for layer in network.children() if isinstance(layer, nn.Linear)] for network in networks]
+    return [Column([each.weight for each in column], [each.bias for each in column]) for column in zip(*linear, strict=True)]
+
+
+def evaluate(layers: Layers, x: Tensor) -> Tensor:
+    """The networks' outputs for inputs (agents, count, inputs)."""
     for weight, bias in layers[:-1]:
-        x = np.tanh(weight @ x + bias)
+        x = torch.baddbmm(bias, x, weight.mT).tanh_()
     weight, bias = layers[-1]
-    return weight @ x + bias
+    return torch.baddbmm(bias, x, weight.mT)

@@ -1,4 +1,7 @@
-"""What actions were worth. For values, an episode that was truncated goes on; one that terminated does not."""
+"""What actions were worth. For values, an episode that was truncated goes on; one that terminated does not.
+
+All arrays are of shape (agents, steps).
+"""
 
 from __future__ import annotations
 
@@ -15,20 +18,23 @@ def n_step_returns(rewards: Array, next_values: Array, terminated: Array, ended:
         rewards, next_values: r_t, and v(s_{t+1}) of the state that came next, before any reset.
         terminated, ended: whether the episode terminated, and whether it ended, by that or by truncation.
     """
-    returns: Array = np.empty(len(rewards), np.float32)
-    following = next_values[-1]
-    for t in reversed(range(len(rewards))):
-        if ended[t]:
-            following = 0.0 if terminated[t] else next_values[t]
-        following = returns[t] = rewards[t] + gamma * following
-    return returns
+    is_last = ended.copy()
+    is_last[:, -1] = True
+    known = rewards + gamma * np.where(is_last & ~terminated, next_values, 0)
+    return backwards(known, np.where(is_last, 0, gamma))
 
 
 def gae(rewards: Array, values: Array, next_values: Array, terminated: Array, ended: Array, gamma: float, lam: float) -> Array:
     """Generalised advantages A_t = δ_t + γλ A_{t+1}, cut at ends, with δ_t = r_t + γ v(s_{t+1}) − v(s_t); arguments as above."""
     errors = rewards + gamma * np.where(terminated, 0, next_values) - values
-    advantages: Array = np.empty(len(rewards), np.float32)
-    following = 0.0
-    for t in reversed(range(len(rewards))):
-        following = advantages[t] = errors[t] + gamma * lam * (0.0 if ended[t] else following)
-    return advantages
+    return backwards(errors, np.where(ended, 0, gamma * lam))
+
+
+def backwards(x: Array, decay: Array) -> Array:
+    """y_t = x_t + decay_t y_{t+1}, from the last on."""
+    by_time, decays = np.ascontiguousarray(x.T, np.float32), np.ascontiguousarray(decay.T, np.float32)
+    following = np.zeros_like(by_time[0])
+    for now, factor in zip(by_time[::-1], decays[::-1], strict=True):
+        now += factor * following
+        following = now
+    return np.ascontiguousarray(by_time.T)

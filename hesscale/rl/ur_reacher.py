@@ -7,7 +7,7 @@ elbow, which the :class:`VelocityProfile` approaches with limited acceleration a
 from __future__ import annotations
 
 from collections import deque
-from math import cos, pi, sin
+from math import cos, isfinite, pi, sin
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -106,10 +106,11 @@ class VelocityProfile:
         return False
 
     def _after(self, command: tuple[float, float]) -> tuple[list[float], list[float]]:
-        change = [c - v for c, v in zip(command, self.v, strict=True)]
-        scale = min(1.0, ACCELERATION * TICK / max(abs(change[0]), abs(change[1]), 1e-300))
-        v = [old + scale * by for old, by in zip(self.v, change, strict=True)]
-        return [q + (old + new) / 2 * TICK for q, old, new in zip(self.q, self.v, v, strict=True)], v
+        (lift, elbow), (v, w) = self.q, self.v
+        dv, dw = command[0] - v, command[1] - w
+        scale = min(1.0, ACCELERATION * TICK / max(abs(dv), abs(dw), 1e-300))
+        v2, w2 = v + scale * dv, w + scale * dw
+        return [lift + (v + v2) / 2 * TICK, elbow + (w + w2) / 2 * TICK], [v2, w2]
 
     @staticmethod
     def _can_stop(q: list[float], v: list[float]) -> bool:
@@ -117,8 +118,15 @@ class VelocityProfile:
         lead = max(abs(v[0]), abs(v[1]))
         last = lead % (ACCELERATION * TICK)  # the speed that the last packet of braking takes away
         time = ((lead**2 - last**2) / (2 * ACCELERATION) + last * TICK / 2) / lead if lead else 0.0
-        at = [a + time * b for a, b in zip(q, v, strict=True)]
-        return all(l <= a <= h for l, a, h in zip(_LOW, [*at, *tip(at)], _HIGH, strict=True))
+        at = [q[0] + time * v[0], q[1] + time * v[1]]
+        x, y, z = tip(at)
+        return (
+            _LOW[0] <= at[0] <= _HIGH[0]
+            and _LOW[1] <= at[1] <= _HIGH[1]
+            and _LOW[2] <= x <= _HIGH[2]
+            and _LOW[3] <= y <= _HIGH[3]
+            and _LOW[4] <= z <= _HIGH[4]
+        )
 
 
 class URReacher(gymnasium.Env[Vector, Vector]):
@@ -176,6 +184,8 @@ class URReacher(gymnasium.Env[Vector, Vector]):
         self.data = mujoco.MjData(self.model)
         # added to the angle of a position servo, velocity · kv / kp is what it needs to move at that velocity
         self._lead = (-self.model.actuator_biasprm[MOVING, 2] / self.model.actuator_gainprm[MOVING, 0]).tolist()
+        # of the packets between two observations one is seen, in this step or a later one
+        self._seen = (TICKS - 1 - observation_delay) % TICKS
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Vector, dict[str, Any]]:
         super().reset(seed=seed)
@@ -188,21 +198,25 @@ class URReacher(gymnasium.Env[Vector, Vector]):
         mujoco.mj_forward(self.model, self.data)
         self._profile = VelocityProfile()
         self._commands = deque([[0.0, 0.0]] * self.action_delay)
-        self._packets = deque([self._packet()] * (self.observation_delay + 1), maxlen=self.observation_delay + 1)
-        self._action = np.zeros(2)
+        late = self.observation_delay // TICKS + 1
+        self._packets = deque([self._packet()] * late, maxlen=late)
+        self._action = [0.0, 0.0]
         self._draw("human")
         observation, distance = self._observe()
         return observation, {"distance": distance, "held": 0}
 
     def step(self, action: Any) -> tuple[Vector, float, bool, bool, dict[str, Any]]:
         action = np.asarray(action, dtype=np.float64)
-        if action.shape != (2,) or not np.isfinite(action).all():
+        if action.shape != (2,) or not all(map(isfinite, action.tolist())):
             raise ValueError(f"an action is two finite velocities, but got {action}")
-        self._action = action.clip(-self.max_speed, self.max_speed)
-        command, held = self._action.tolist(), 0
-        for _ in range(TICKS):
-            self._commands.append(command)
+        most, held = self.max_speed, 0
+        self._action = [min(max(velocity, -most), most) for velocity in action.tolist()]
+        for tick in range(TICKS):
+            self._commands.append(self._action)
             held += not self._tick(self._commands.popleft())
+            if tick == self._seen:
+                self._packets.append(self._packet())
+        mujoco.mj_kinematics(self.model, self.data)  # the poses that are drawn
         self._draw("human")
         observation, d = self._observe()
         return observation, 5 * (-d + float(np.exp(-(d**2) / 0.01))), False, False, {"distance": d, "held": held}
@@ -217,31 +231,32 @@ class URReacher(gymnasium.Env[Vector, Vector]):
 
     def _tick(self, command: list[float]) -> bool:
         """Simulates one packet; whether the command was carried out."""
-        profile, ctrl = self._profile, self.data.ctrl
-        q, v = profile.q, profile.v
+        profile, model, data, count = self._profile, self.model, self.data, self.substeps
+        (lift, elbow), (v, w) = profile.q, profile.v
         carried_out = profile.tick(command)
-        for substep in range(1, self.substeps + 1):
+        dv, dw = profile.v[0] - v, profile.v[1] - w
+        ctrl, (lead, other_lead) = data.ctrl, self._lead
+        for substep in range(1, count + 1):
             # velocities go evenly from v to profile.v; a step has the angle before it and, being implicit, the velocity after it
-            before, after = (substep - 1) / self.substeps, substep / self.substeps
-            for i in (0, 1):
-                change = profile.v[i] - v[i]
-                angle = q[i] + before * TICK * (v[i] + before * change / 2)
-                ctrl[1 + i] = angle + self._lead[i] * (v[i] + after * change)
-            mujoco.mj_step(self.model, self.data)
-        self._packets.append(self._packet())
+            before, after = (substep - 1) / count, substep / count
+            ctrl[1] = lift + before * TICK * (v + before * dv / 2) + lead * (v + after * dv)
+            ctrl[2] = elbow + before * TICK * (w + before * dw / 2) + other_lead * (w + after * dw)
+            mujoco.mj_step(model, data)
         return carried_out
 
-    def _packet(self) -> Vector:
+    def _packet(self) -> list[float]:
         """Angles (2), velocities (2) and (y, z) of the end effector, as they are now."""
-        mujoco.mj_kinematics(self.model, self.data)
-        return np.concatenate([self.data.qpos[MOVING], self.data.qvel[MOVING], self.data.site_xpos[0, 1:]])
+        data = self.data
+        mujoco.mj_kinematics(self.model, data)
+        return [*data.qpos[MOVING].tolist(), *data.qvel[MOVING].tolist(), *data.site_xpos[0, 1:].tolist()]
 
     def _observe(self) -> tuple[Vector, float]:
         """The observation, and the distance in it."""
-        packet = self._packets[0]
-        apart = packet[4:] - self.target[1:]
-        observation = np.concatenate([packet[:2], packet[2:4] / self.max_speed, apart, self._action / self.max_speed])
-        return observation, float(np.hypot(*apart))
+        most, (lift, elbow, v, w, y, z) = self.max_speed, self._packets[0]
+        _, to_y, to_z = self.target.tolist()
+        y, z = y - to_y, z - to_z
+        observation = np.array([lift, elbow, v / most, w / most, y, z, self._action[0] / most, self._action[1] / most])
+        return observation, float(np.hypot(y, z))
 
     def _draw_target(self) -> Vector:
         while True:

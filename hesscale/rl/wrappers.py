@@ -1,15 +1,13 @@
-"""A gymnasium environment as an agent meets it: clipped actions, normalised observations and rewards, and no hidden state.
+"""Gymnasium environments as agents meet them: clipped actions, normalised observations and rewards, and no hidden state.
 
-All of it, the simulator too, can be saved as bytes in the middle of an episode, and goes on from there to the last bit.
+Each can be saved in the middle of an episode, and goes on from there to the last bit.
 """
 
 from __future__ import annotations
 
-import copyreg
 import difflib
-import io
 import math
-import pickle
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +16,12 @@ try:
 except ModuleNotFoundError:
     raise ModuleNotFoundError("reinforcement learning needs gymnasium: pip install 'hesscale[rl]'") from None
 import numpy as np
+import torch
 from gymnasium import spaces
-from gymnasium.utils import EzPickle
 
-from ..errors import NonFiniteError
-from .networks import Act, Array
+from .networks import Array, Crew
+from .saving import restore, snapshot
+from .simulators import environments
 
 CLIP = 10.0  # of normalised observations and rewards
 DEFAULT_LENGTH = 1000  # of episodes, for the time feature where an environment sets no limit
@@ -30,7 +29,7 @@ DEFAULT_LENGTH = 1000  # of episodes, for the time feature where an environment 
 
 @dataclass
 class Rollout:
-    """Steps in order, arrays of one row each; ``following`` are the observations that came next, before any reset."""
+    """Steps in order, arrays (agents, steps, …); ``following`` are the observations that came next, before any reset."""
 
     observations: Array
     actions: Array
@@ -39,154 +38,204 @@ class Rollout:
     terminated: Array
     ended: Array  # terminated or truncated
 
-    def is_like(self, other: Rollout) -> bool:
-        return all(np.array_equal(own, vars(other)[name]) for name, own in vars(self).items())
+    def begins_like(self, other: Rollout) -> bool:
+        """Whether the first agent of both did and met the same."""
+        return all(np.array_equal(own[0], vars(other)[name][0]) for name, own in vars(self).items())
 
 
 class Moments:
-    """Running mean and variance of numbers or arrays, as gymnasium's normalisers keep them."""
+    """Running means and variances of rows of numbers, each as gymnasium's normalisers keep them."""
 
-    def __init__(self, shape: tuple[int, ...] = ()) -> None:
-        self.mean: Array = np.zeros(shape)
-        self.variance: Array = np.ones(shape)
-        self.count = 1e-4
+    def __init__(self, count: int, size: int) -> None:
+        self.mean: Array = np.zeros((count, size))
+        self.variance: Array = np.ones((count, size))
+        self.count: Array = np.full((count, 1), 1e-4)
 
-    def update(self, x: Array) -> None:
-        total = self.count + 1
-        change = x - self.mean
-        self.mean = self.mean + change / total
-        self.variance = (self.variance + change * change / total) * (self.count / total)
-        self.count = total
+    def update(self, rows: Any, x: Array) -> None:
+        """A number more for some of the rows."""
+        count, mean = self.count[rows], self.mean[rows]
+        total = count + 1
+        change = x - mean
+        self.mean[rows] = mean + change / total
+        self.variance[rows] = (self.variance[rows] + change * change / total) * (count / total)
+        self.count[rows] = total
+
+    def state(self, k: int) -> dict[str, Any]:
+        return {name: torch.from_numpy(array[k].copy()) for name, array in vars(self).items()}
+
+    def load(self, k: int, state: dict[str, Any]) -> None:
+        for name, array in vars(self).items():
+            array[k] = state[name].numpy()
 
 
-class World:
-    """One environment, its normalisers and the random numbers that actions are drawn with.
+class Worlds:
+    """Environments of one name, each with an agent, normalisers and random numbers of its own, that go in step.
 
     Attributes:
-        steps: taken so far.
-        observation: the current one, as the agent sees it.
-        finished: (return, length) of episodes that ended since they were last taken away; returns are of the raw rewards.
+        steps: taken so far by each.
+        observations: the current ones, as agents see them.
+        finished: for each, (return, length) of episodes that ended since they were last taken away; returns are of raw rewards.
+        diverged_at: for each, the step from which on it stood still, or None.
     """
 
-    def __init__(self, name: str, seed: int, *, gamma: float = 0.99, normalize: bool = True, time_feature: bool = False) -> None:
+    def __init__(
+        self, name: str, seeds: Sequence[int], *, gamma: float = 0.99, normalize: bool = True, time_feature: bool = False
+    ) -> None:
         self.name, self.gamma, self.normalize, self.time_feature = name, gamma, normalize, time_feature
-        self.env: Any = make(name)
-        space = self.env.observation_space
+        self.environments = environments([make(name) for _ in seeds])
+        first = self.environments.envs[0]
+        space, self.actions = first.observation_space, first.action_space
         if not isinstance(space, spaces.Box):
             raise ValueError(
                 f"{name} has observations of {type(space).__name__}, which no network here takes; a Box is what it needs "
                 "(gymnasium.wrappers.FlattenObservation makes one)"
             )
-        actions = self.env.action_space
-        if isinstance(actions, spaces.Discrete):
-            self.first = int(actions.start)
-        elif not isinstance(actions, spaces.Box):
-            raise ValueError(f"{name} has actions of {type(actions).__name__}; there are policies for Box and Discrete")
-        size = math.prod(space.shape)
+        if not isinstance(self.actions, (spaces.Box, spaces.Discrete)):
+            raise ValueError(f"{name} has actions of {type(self.actions).__name__}; there are policies for Box and Discrete")
+        count, size = len(seeds), math.prod(space.shape)
         self.inputs = size + time_feature
-        self.limit = (self.env.spec.max_episode_steps if self.env.spec else None) or DEFAULT_LENGTH
-        self.draws = np.random.default_rng(seed)
-        self.seen, self.returns, self.discounted = Moments((size,)), Moments(), 0.0
-        self.steps, self.length, self.total = 0, 0, 0.0
-        self.finished: list[tuple[float, int]] = []
-        self.observation = self.see(self.env.reset(seed=seed)[0])
+        self.limit = (first.spec.max_episode_steps if first.spec else None) or DEFAULT_LENGTH
+        self.draws = [np.random.default_rng(seed) for seed in seeds]
+        self.seen, self.returns = Moments(count, size), Moments(count, 1)
+        self.discounted: Array = np.zeros(count)
+        self.steps = 0
+        self.lengths: Array = np.zeros(count, int)
+        self.totals: Array = np.zeros(count)
+        self.finished: list[list[tuple[float, int]]] = [[] for _ in seeds]
+        self.diverged_at: list[int | None] = [None] * count
+        self.going = list(range(count))  # those that have not diverged
+        self.rows: Any = slice(None)  # the same
+        self.observations: Array = np.empty((count, self.inputs), np.float32)
+        self.observations[:] = self.see(self.rows, np.stack([self.environments.reset(k, seed) for k, seed in enumerate(seeds)]))
 
     @property
     def is_discrete(self) -> bool:
-        return isinstance(self.env.action_space, spaces.Discrete)
+        return isinstance(self.actions, spaces.Discrete)
 
     @property
     def outputs(self) -> int:
         """Choices, or entries of an action."""
-        space = self.env.action_space
-        return int(space.n) if self.is_discrete else math.prod(space.shape)
+        return int(self.actions.n) if self.is_discrete else math.prod(self.actions.shape)
 
-    def collect(self, act: Act, count: int) -> Rollout:
-        """So many steps with actions by ``act``.
+    def stop(self, k: int) -> None:
+        """This one diverged: it takes no more steps."""
+        if k in self.going:
+            self.diverged_at[k] = self.steps
+            self.going.remove(k)
+            self.rows = np.array(self.going, int)
+
+    def collect(self, crew: Crew, count: int) -> Rollout:
+        """So many steps of each; where the policy's action is not finite, it has diverged."""
+        agents = len(self.draws)
+        observations: Array = np.zeros((agents, count, self.inputs), np.float32)
+        following: Array = np.zeros_like(observations)
+        rewards: Array = np.zeros((agents, count), np.float32)
+        terminated: Array = np.zeros((agents, count), bool)
+        ended: Array = np.zeros((agents, count), bool)
+        actions: Array = (
+            np.zeros((agents, count), int) if self.is_discrete else np.zeros((agents, count, self.outputs), np.float32)
+        )
+        noise = np.stack([crew.noise(draws, count) for draws in self.draws], 1)
+        for t in range(count):
+            observations[:, t] = self.observations
+            chosen, are_finite = crew.act(self.observations, noise[t])
+            if not are_finite.all():
+                for k in np.flatnonzero(~are_finite):
+                    self.stop(int(k))
+                if not self.going:
+                    break
+            rows = self.rows
+            actions[rows, t] = chosen[rows]
+            following[rows, t], rewards[rows, t], terminated[rows, t], ended[rows, t] = self.step(chosen[rows])
+        return Rollout(observations, actions, rewards, following, terminated, ended)
+
+    def step(self, actions: Array) -> tuple[Array, Array, Array, Array]:
+        """For those that go on: what came next, rewards, and which episodes terminated and ended, after which others began."""
+        rows, going = self.rows, self.going
+        if isinstance(self.actions, spaces.Discrete):
+            given = actions + self.actions.start
+        else:
+            given = clipped(actions.reshape(-1, *self.actions.shape), self.actions.low, self.actions.high)
+        raw, rewards, terminated, truncated = self.environments.step(given, going)
+        if not np.isfinite(rewards).all():
+            odd = rewards[~np.isfinite(rewards)][0]
+            raise ValueError(f"{self.name} gave a reward of {odd} at step {self.steps}; rewards must be finite")
+        self.steps += 1
+        self.lengths[rows] += 1
+        self.totals[rows] += rewards
+        following = self.see(rows, raw)
+        self.observations[rows] = following
+        ended = terminated | truncated
+        judged = self.judge(rows, rewards, ended)
+        if ended.any():
+            self.begin([going[i] for i in np.flatnonzero(ended)])
+        return following, judged, terminated, ended
+
+    def begin(self, those: list[int]) -> None:
+        """New episodes."""
+        for k in those:
+            self.finished[k].append((float(self.totals[k]), int(self.lengths[k])))
+        self.lengths[those], self.totals[those] = 0, 0.0
+        self.observations[those] = self.see(those, np.stack([self.environments.reset(k) for k in those]))
+
+    def see(self, rows: Any, raw: Array) -> Array:
+        """Observations as rows of float32: (o − mean)/std, clipped, and the share of the episode that is left."""
+        if not np.isfinite(raw).all():
+            raise ValueError(f"{self.name} gave an observation that is not finite at step {self.steps}")
+        x = raw
+        if self.normalize:
+            self.seen.update(rows, raw)
+            x = clipped((raw - self.seen.mean[rows]) / np.sqrt(self.seen.variance[rows] + 1e-8))
+        if self.time_feature:
+            x = np.concatenate([x, 1 - self.lengths[rows][:, None] / self.limit], 1)
+        return x.astype(np.float32)
+
+    def judge(self, rows: Any, rewards: Array, ended: Array) -> Array:
+        """The rewards, divided by the standard deviations of discounted returns and clipped."""
+        if not self.normalize:
+            return rewards
+        discounted = self.gamma * self.discounted[rows] + rewards
+        self.returns.update(rows, discounted[:, None])
+        self.discounted[rows] = np.where(ended, 0, discounted)
+        return clipped(rewards / np.sqrt(self.returns.variance[rows, 0] + 1e-8))
+
+    def state(self, k: int) -> dict[str, Any]:
+        """All of one of them, in the middle of an episode if need be.
 
         Raises:
-            NonFiniteError: if it gives an action that is not finite.
+            TypeError: if the environment's state cannot be saved.
         """
-        observations: Array = np.empty((count, self.inputs), np.float32)
-        following: Array = np.empty_like(observations)
-        rewards: Array = np.empty(count, np.float32)
-        terminated: Array = np.zeros(count, bool)
-        ended: Array = np.zeros(count, bool)
-        actions = []
-        for t in range(count):
-            observations[t] = self.observation
-            action = act(self.observation, self.draws)
-            if not np.isfinite(action).all():
-                raise NonFiniteError(f"the policy's action at step {self.steps} is not finite")
-            actions.append(action)
-            following[t], rewards[t], terminated[t], ended[t] = self.step(action)
-        return Rollout(observations, np.array(actions), rewards, following, terminated, ended)
+        return {
+            "env": snapshot(self.environments.envs[k]),
+            "draws": self.draws[k].bit_generator.state,
+            "seen": self.seen.state(k),
+            "returns": self.returns.state(k),
+            "observation": torch.from_numpy(self.observations[k].copy()),
+            "discounted": float(self.discounted[k]),
+            "length": int(self.lengths[k]),
+            "total": float(self.totals[k]),
+            "finished": [list(episode) for episode in self.finished[k]],
+            "diverged_at": self.diverged_at[k],
+            "steps": self.steps,
+        }
 
-    def step(self, action: Array) -> tuple[Array, float, bool, bool]:
-        """What came next, the reward, and whether the episode terminated and ended, after which another one has begun."""
-        space = self.env.action_space
-        given = self.first + int(action) if self.is_discrete else np.clip(action.reshape(space.shape), space.low, space.high)
-        raw, reward, terminated, truncated, _ = self.env.step(given)
-        reward = float(reward)
-        if not math.isfinite(reward):
-            raise ValueError(f"{self.name} gave a reward of {reward} at step {self.steps}; rewards must be finite")
-        self.steps, self.length, self.total = self.steps + 1, self.length + 1, self.total + reward
-        following = self.observation = self.see(raw)
-        ended = bool(terminated or truncated)
-        reward = self.judge(reward, ended)
-        if ended:
-            self.finished.append((self.total, self.length))
-            self.length, self.total = 0, 0.0
-            self.observation = self.see(self.env.reset()[0])
-        return following, reward, bool(terminated), ended
-
-    def see(self, raw: Array) -> Array:
-        """An observation as a row of float32: (o − mean)/std, clipped, and the share of the episode that is left."""
-        x = np.asarray(raw, np.float64).reshape(-1)
-        if not np.isfinite(x).all():
-            raise ValueError(f"{self.name} gave an observation that is not finite at step {self.steps}")
-        if self.normalize:
-            self.seen.update(x)
-            x = np.clip((x - self.seen.mean) / np.sqrt(self.seen.variance + 1e-8), -CLIP, CLIP)
-        return np.append(x, 1 - self.length / self.limit).astype(np.float32) if self.time_feature else x.astype(np.float32)
-
-    def judge(self, reward: float, ended: bool) -> float:
-        """The reward, divided by the standard deviation of discounted returns and clipped."""
-        if not self.normalize:
-            return reward
-        self.discounted = self.gamma * self.discounted + reward
-        self.returns.update(self.discounted)
-        if ended:
-            self.discounted = 0.0
-        return min(max(reward / math.sqrt(float(self.returns.variance) + 1e-8), -CLIP), CLIP)
-
-    def save(self) -> bytes:
-        """Everything, in the middle of an episode if need be."""
-        file = io.BytesIO()
-        try:
-            Pickler(file, pickle.HIGHEST_PROTOCOL).dump(self)
-        except (TypeError, AttributeError, pickle.PicklingError) as error:
-            raise TypeError(f"the state of {self.name} cannot be saved ({error})") from None
-        return file.getvalue()
-
-    @staticmethod
-    def load(saved: bytes) -> World:
-        """What :meth:`save` saved. Pickles run code: load your own."""
-        world: World = pickle.loads(saved)
-        return world
+    def load(self, k: int, state: dict[str, Any]) -> None:
+        restore(self.environments.envs[k], state["env"])
+        self.draws[k].bit_generator.state = state["draws"]
+        self.seen.load(k, state["seen"])
+        self.returns.load(k, state["returns"])
+        self.observations[k] = state["observation"].numpy()
+        self.discounted[k], self.lengths[k], self.totals[k] = state["discounted"], state["length"], state["total"]
+        self.finished[k] = [(total, length) for total, length in state["finished"]]
+        self.steps = state["steps"]
+        if state["diverged_at"] is not None:
+            self.stop(k)
+            self.diverged_at[k] = state["diverged_at"]
 
 
-class Pickler(pickle.Pickler):
-    """Takes environments as they are, where gymnasium's own way is to make them anew."""
-
-    def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, EzPickle):
-            return copyreg.__newobj__, (type(obj),), obj.__dict__, None, None, set_attributes  # type: ignore[attr-defined]
-        return NotImplemented
-
-
-def set_attributes(obj: Any, attributes: dict[str, Any]) -> None:
-    obj.__dict__.update(attributes)
+def clipped(x: Array, low: Any = -CLIP, high: Any = CLIP) -> Array:
+    """As np.clip, in a third of its time."""
+    return np.minimum(np.maximum(x, low), high)
 
 
 def check_name(name: str) -> None:

@@ -1,0 +1,158 @@
+"""Robustness to the step size: returns of A2C and PPO against it, with and without a trust region (Fig. 6, Appendix H)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ..lab.experiment import option
+from ..lab.plots import Plot, Section, Series, Table
+from ..lab.store import Result
+from ..rl.config import OPTIMIZERS
+from . import rl
+from ._normalised import DEFINITION, RESAMPLES, Estimate, Scores, aggregate, scores_of
+from .training import summary
+
+GRID = "3e-6,1e-5,3e-5,1e-4,3e-4,1e-3,3e-3,1e-2,1"
+
+
+@dataclass(frozen=True)
+class Settings(rl.Settings):
+    optimizer: str = option("adam,scaled-adam,scaled-adahesscale", f"separated by commas: {', '.join(OPTIMIZERS)}")
+    step_size: str = option(GRID, "separated by commas")
+
+
+PRESETS = {
+    "smoke": Settings(algo="a2c", optimizer="adam,scaled-adam", step_size="1e-4,1e-2", steps=300, backend="eager"),
+    "small": Settings(env="InvertedPendulum-v5", step_size="1e-5,3e-4,1e-2,1", steps=8192, backend="eager"),
+    "paper": Settings(algo="a2c,ppo", env=",".join(rl.MUJOCO), seeds=10, steps=2_000_000, humanoid_steps=10_000_000),
+}
+
+
+# ----------------------------------------------------------------------------------------------------------- what it shows
+
+
+def sections(results: list[Result]) -> list[Section]:
+    """One for each algorithm and way to train."""
+    apart = ("env", "optimizer", "step_size", "seed", "steps")
+    groups: dict[tuple[Any, ...], list[Result]] = {}
+    for result in results:
+        groups.setdefault(tuple((k, v) for k, v in asdict(result.task).items() if k not in apart), []).append(result)
+    number: Counter[str] = Counter()  # of sections, by algorithm
+    shown = []
+    for found in groups.values():
+        number[algo := found[0].task.algo] += 1
+        shown.append(section(found, f"-{number[algo]}" if number[algo] > 1 else ""))
+    return shown
+
+
+def section(results: list[Result], end: str) -> Section:
+    """``end`` tells the files of several sections apart."""
+    task, by_env = results[0].task, rl.by_environment(results)
+    known = [scores for env, found in by_env.items() if (scores := scores_of(env, found)) is not None]
+    kinds = [name for name in OPTIMIZERS if any(result.task.optimizer == name for result in results)]
+    whole = len(by_env) * len({(r.task.optimizer, r.task.step_size) for r in results}) * len({r.task.seed for r in results})
+    paragraphs = [
+        f"{task.algo.upper()} with {rl.conditions(task)}. {rl.lengths(results)}.",
+        f"{DEFINITION} The paper finds both scaled optimizers insensitive to the step size with PPO, except on Humanoid.",
+    ]
+    if len(results) < whole:
+        paragraphs.append(f"This is not all of it: {len(results)} of {whole} runs.")
+    if left_out := by_env.keys() - {scores.env for scores in known}:
+        reason = "because all averages are the same, or no episode ended"
+        paragraphs.append(f"Left out, {reason}: {', '.join(sorted(left_out))}.")
+    items: list[Any] = []
+    if known:
+        over_all = {name: aggregate(known, name) for name in kinds}
+        items += [sensitivity(known, kinds, task.algo, end), overall(known, over_all, task.algo, end)]
+        items += [aggregate_plot(over_all, len(known), task.algo, end)]
+        items += [environment_plot(scores, kinds, task.algo, end) for scores in known]
+    return Section(f"{task.algo.upper()}: return by step size, {task.protocol} protocol", "\n\n".join(paragraphs), items)
+
+
+def environment_plot(scores: Scores, kinds: Sequence[str], algo: str, end: str) -> Plot:
+    series = []
+    for name in kinds:
+        points = scores.means(name)
+        low, high = ([at.mean + sign * (at.error or 0) for at in points.values()] for sign in (-1, 1))
+        series.append(Series(OPTIMIZERS[name].label, list(points), [at.mean for at in points.values()], low, high))
+    title = f"{algo.upper()} on {scores.env}"
+    caption = f"0 is a return of {scores.low:.1f} and 1 of {scores.high:.1f}. Mean and standard error over seeds."
+    return Plot(f"{algo}-{scores.env}{end}", title, series, "step size", "normalised return", log_x=True, caption=caption)
+
+
+def aggregate_plot(over_all: dict[str, dict[float, Estimate]], count: int, algo: str, end: str) -> Plot:
+    series = []
+    for name, points in over_all.items():
+        ends = [at.interval or (at.iqm, at.iqm) for at in points.values()]
+        low, high = [low for low, _ in ends], [high for _, high in ends]
+        series.append(Series(OPTIMIZERS[name].label, list(points), [at.iqm for at in points.values()], low, high))
+    title = f"{algo.upper()} over {count} environment{'s' if count > 1 else ''}"
+    caption = (
+        "Interquartile mean over all seeds and environments, with 95 % intervals of a stratified bootstrap "
+        f"({RESAMPLES} resamples of seeds within environments)."
+    )
+    return Plot(f"{algo}-all{end}", title, series, "step size", "IQM of normalised returns", log_x=True, caption=caption)
+
+
+def sensitivity(known: list[Scores], kinds: Sequence[str], algo: str, end: str) -> Table:
+    rows: list[Sequence[str]] = []
+    for scores in known:
+        for name in kinds:
+            if means := scores.means(name):
+                best, worst, span = extremes(means, lambda at: at.mean)
+                cells = [f"{means[size].text('.2f')} at {size:g}" for size in (best, worst)]
+                rows.append([scores.env, OPTIMIZERS[name].label, *cells, f"{span:.2f}", divergences([scores], name)])
+    header = ["environment", "optimizer", "best score", "worst score", "sensitivity", "diverged"]
+    caption = (
+        "Means and standard errors over seeds, at the best and at the worst step size. Sensitivity: their difference, to which "
+        "noise between seeds adds. Diverged: runs, and at which step sizes."
+    )
+    return Table(f"{algo}-sensitivity{end}", f"{algo.upper()}: sensitivity to the step size", header, rows, caption)
+
+
+def overall(known: list[Scores], over_all: dict[str, dict[float, Estimate]], algo: str, end: str) -> Table:
+    rows: list[Sequence[str]] = []
+    for name, points in over_all.items():
+        spans = [extremes(means, lambda at: at.mean)[2] for scores in known if (means := scores.means(name))]
+        cells = ["–"] * 3  # where no seed has all environments
+        if points:
+            best, worst, span = extremes(points, lambda at: at.iqm)
+            cells = [*[f"{points[size].text()} at {size:g}" for size in (best, worst)], f"{span:.2f}"]
+        mean = summary(spans).text(".2f") if spans else "–"
+        rows.append([OPTIMIZERS[name].label, *cells, mean, divergences(known, name)])
+    header = ["optimizer", "best IQM", "worst IQM", "difference", "mean sensitivity", "diverged"]
+    caption = (
+        "IQM with 95 % intervals, for one step size in all environments. Mean sensitivity: ± standard error over environments."
+    )
+    return Table(f"{algo}-overall{end}", f"{algo.upper()}: all environments together", header, rows, caption)
+
+
+def extremes(points: dict[float, Any], value: Callable[[Any], float]) -> tuple[float, float, float]:
+    """The step sizes of the highest and the lowest value, and how far these are apart."""
+    values = {size: value(at) for size, at in points.items()}
+    best, worst = max(values, key=values.__getitem__), min(values, key=values.__getitem__)
+    return best, worst, values[best] - values[worst]
+
+
+def divergences(known: list[Scores], optimizer: str) -> str:
+    cells = [(scores, cell) for scores in known for cell in scores.returns if cell[0] == optimizer]
+    by_size: Counter[float] = Counter()
+    for scores, cell in cells:
+        by_size[cell[1]] += scores.diverged[cell]
+    where = ", ".join(f"{size:g}: {count}" for size, count in sorted(by_size.items()) if count)
+    runs = sum(len(scores.returns[cell]) for scores, cell in cells)
+    return f"{by_size.total()} of {runs}" + (f" ({where})" if where else "")
+
+
+EXPERIMENT = dataclasses.replace(
+    rl.EXPERIMENT,
+    name="robustness",
+    title="A2C and PPO: return by step size, with and without a trust region.",
+    settings=Settings,
+    presets=PRESETS,
+    sections=sections,
+)

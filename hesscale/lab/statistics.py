@@ -1,0 +1,51 @@
+"""The interquartile mean of normalised scores and stratified bootstrap intervals (Agarwal et al. 2021, as in rliable)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+Array = Any  # of numpy, of float64
+
+
+def iqm(scores: Array) -> Array:
+    """The mean over the last two axes, runs and environments together, without the lowest and the highest quarter.
+
+    A quarter is rounded down to whole scores.
+
+    >>> float(iqm([[1.0, 2.0], [3.0, 100.0]]))
+    2.5
+    """
+    scores = np.asarray(scores, dtype=np.float64)
+    ordered = np.sort(scores.reshape(*scores.shape[:-2], -1), axis=-1)
+    count = ordered.shape[-1]
+    return ordered[..., count // 4 : count - count // 4].mean(axis=-1)
+
+
+def bootstrap_interval(
+    scores: Array,
+    statistic: Callable[[Array], Array] = iqm,
+    *,
+    resamples: int = 2000,
+    level: float = 0.95,
+    seed: int = 0,
+) -> tuple[float, float]:
+    """Percentiles of a statistic over resamples, each of which draws as many runs, with replacement, within each environment.
+
+    Args:
+        scores: (runs, environments).
+        statistic: of (resamples, runs, environments), over the last two.
+    """
+    scores = np.asarray(scores, dtype=np.float64)
+    if scores.ndim != 2 or not scores.size:
+        raise ValueError(f"scores has the shape {scores.shape}, expected (runs, environments) of at least one each")
+    if not np.isfinite(scores).all():
+        raise ValueError("scores has numbers that are not finite")
+    if resamples < 1 or not 0 < level < 1:
+        raise ValueError(f"resamples={resamples} must be positive and level={level} between 0 and 1")
+    draws = np.random.default_rng(seed).integers(len(scores), size=(resamples, *scores.shape))
+    found = statistic(np.take_along_axis(scores[None], draws, axis=1))
+    ends: list[float] = np.quantile(found, [(1 - level) / 2, (1 + level) / 2]).tolist()
+    return ends[0], ends[1]

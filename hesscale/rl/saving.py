@@ -1,0 +1,254 @@
+"""The state of an environment in the middle of an episode as plain data, which loads with ``weights_only=True``.
+
+Objects are never made from it, let alone code run: a fresh environment has them, and they are filled in place. The simulator of
+MuJoCo is one of them. What can be neither written down nor filled in is an error that names it. State that is not held in
+attributes (global variables, those of a class or of a closure) is not seen.
+"""
+
+from __future__ import annotations
+
+import re
+import types
+from collections import deque
+from typing import Any, TypeAlias
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium.envs.registration import EnvSpec
+from gymnasium.spaces import Space
+from gymnasium.wrappers import PassiveEnvChecker
+
+from .simulation import can_sleep, is_mujoco, load_simulation, save_simulation
+
+FORMAT = 1
+Array: TypeAlias = Any  # of numpy
+
+PLAIN = (type(None), bool, int, float, str)
+BIT_GENERATORS = ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
+CONSTANT = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType, type, EnvSpec, np.dtype, np.ufunc)
+DRAWING = ("pygame.", "glfw.", "mujoco.renderer.", "mujoco.rendering.", "gymnasium.envs.mujoco.mujoco_rendering.")  # modules
+# attributes that say how an environment was made, or where its files are
+HOW_IT_WAS_MADE = {"spec", "_cached_spec", "metadata", "_metadata", "render_mode", "fullpath"}
+HOW_IT_WAS_MADE |= {"_saved_kwargs", "_ezpickle_args", "_ezpickle_kwargs"}
+
+
+def snapshot(env: gymnasium.Env[Any, Any]) -> dict[str, Any]:
+    """All that an environment, with its wrappers, needs to go on from here.
+
+    Raises:
+        TypeError: if some of it cannot be saved.
+    """
+    return {"format": FORMAT, "name": name_of(env), "state": Saver(name_of(env)).save(env)}
+
+
+def restore(env: gymnasium.Env[Any, Any], saved: dict[str, Any]) -> None:
+    """Bring an environment that was just made and reset to where another one was, to the last bit.
+
+    Raises:
+        ValueError: if the saved state is of another environment.
+        TypeError: if the environment is not like the one that was saved.
+    """
+    if saved.get("format") != FORMAT or saved.get("name") != name_of(env):
+        raise ValueError(f"what was saved is the state of {saved.get('name')}, format {saved.get('format')}, not {name_of(env)}")
+    Restorer(name_of(env)).load(saved["state"], env)
+
+
+def name_of(env: gymnasium.Env[Any, Any]) -> str:
+    return env.spec.id if env.spec else type(env.unwrapped).__name__
+
+
+def attributes(value: Any) -> dict[str, Any] | None:
+    """Those of an object that may change, or None if its state is not in attributes alone."""
+    if isinstance(value, PassiveEnvChecker):  # remembers what it complained about
+        return {"env": value.env}
+    if isinstance(value, gymnasium.Env):
+        return {name: part for name, part in vars(value).items() if name not in HOW_IT_WAS_MADE}
+    if isinstance(value, Space):
+        parts = getattr(value, "spaces", {})
+        inner = parts.items() if isinstance(parts, dict) else enumerate(parts)
+        return {"_np_random": value._np_random} if not parts else {str(key): part for key, part in inner}
+    kind: Any = type(value)
+    if any(
+        getattr(kind, name, None) is not getattr(object, name, None) for name in ("__reduce__", "__reduce_ex__", "__getstate__")
+    ):
+        return None
+    try:
+        reduced: Any = object.__reduce_ex__(value, 2)
+    except TypeError:  # there is more to it than Python sees
+        return None
+    _, _, state, *items = reduced
+    return None if any(item is not None for item in items) or isinstance(state, tuple) else state or {}
+
+
+def is_apart(value: Any) -> bool:
+    """Whether it is for drawing alone, or a model of MuJoCo, which is compared as part of its simulation."""
+    return type_name(value).startswith(DRAWING) or is_mujoco(value, "MjModel")
+
+
+class Saver:
+    """Writes values down: plain ones as they are, others as [kind, content …]; what was met before, as its number."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.known: dict[int, tuple[int, Any]] = {}  # number and value, by id
+        self.arrays: list[tuple[str, Array]] = []
+
+    def save(self, value: Any, where: str = "", is_held: bool = False) -> Any:
+        """``is_held``: in a list or the like, not in an attribute, so that a fresh environment may have none in its place."""
+        kind = type(value)
+        if kind in PLAIN:
+            return value
+        if is_apart(value) and not is_held:
+            return ["apart"]
+        if isinstance(value, CONSTANT) and not is_held:
+            return ["constant", label(value)]
+        if isinstance(value, np.generic) and not value.dtype.hasobject and not value.dtype.names:
+            return ["scalar", *packed(np.asarray(value))]
+        if kind is tuple:
+            return ["tuple", self.save_all(value, where)]
+        if id(value) in self.known:
+            return ["same", self.known[id(value)][0]]
+        self.known[id(value)] = len(self.known), value
+        if kind is list:
+            return ["list", self.save_all(value, where)]
+        if kind is deque:
+            return ["deque", value.maxlen, self.save_all(value, where)]
+        if kind is dict:
+            return ["dict", [[self.save(k, where, True), self.save(v, f"{where}[{k!r}]", True)] for k, v in value.items()]]
+        if kind is np.ndarray:
+            self.check_memory(value, where)
+            return ["array", *packed(value)]
+        if kind is np.random.Generator and type(value.bit_generator).__name__ in BIT_GENERATORS:
+            return ["generator", self.save(value.bit_generator.state, where, True)]
+        if is_mujoco(value, "MjData") and not is_held:
+            if can_sleep(value):
+                self.refuse(where, "is a simulation whose bodies may fall asleep")
+            return ["simulation", *save_simulation(value)]
+        parts = None if is_held else attributes(value)
+        if parts is None:
+            return self.refuse(where, f"is a {type_name(value)}{' in a container' if is_held else ''}")
+        return ["object", type_name(value), {name: self.save(part, f"{where}.{name}") for name, part in parts.items()}]
+
+    def save_all(self, values: Any, where: str) -> list[Any]:
+        return [self.save(value, f"{where}[{k}]", True) for k, value in enumerate(values)]
+
+    def refuse(self, where: str, why: str) -> Any:
+        raise TypeError(f"the state of {self.name} cannot be saved (its attribute {readable(where)} {why})")
+
+    def check_memory(self, array: Array, where: str) -> None:
+        """Refuse an array that changes when another one is written to, since what is restored would not."""
+        root = array
+        while isinstance(root.base, np.ndarray):
+            root = root.base
+        if root.base is not None and not isinstance(root.base, bytes):
+            self.refuse(where, "is in memory that is not numpy's")
+        if array.dtype.hasobject or array.dtype.names:
+            self.refuse(where, f"is an array of {array.dtype}")
+        for other_name, other in self.arrays:
+            is_view = array.base is not None or other.base is not None
+            if is_view and np.may_share_memory(array, other) and np.shares_memory(array, other):
+                self.refuse(where, f"shares memory with {readable(other_name)}")
+        self.arrays.append((where, array))
+
+
+class Restorer:
+    """Reads what a :class:`Saver` wrote, in the same order."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.known: list[Any] = []
+        self.filled: set[int] = set()
+
+    def load(self, saved: Any, current: Any, where: str = "") -> Any:
+        """A value; objects are filled in place, ``current`` is what the environment has there."""
+        if type(saved) in PLAIN:
+            return saved
+        kind, *content = saved
+        if kind == "scalar":
+            return unpacked(*content)[()]
+        if kind == "tuple":
+            return tuple(self.load(entry, None, where) for entry in content[0])
+        if kind == "same":
+            return self.known[content[0]]
+        if kind == "constant":
+            return self.checked(current, content[0] == label(current), where, content[0])
+        number = len(self.known)
+        self.known.append(None)
+        if kind == "array":
+            self.known[number] = unpacked(*content)
+        elif kind in ("list", "deque"):
+            self.known[number] = [] if kind == "list" else deque(maxlen=content[0])
+            self.known[number].extend(self.load(entry, None, where) for entry in content[-1])
+        elif kind == "dict":
+            self.known[number] = {}
+            for key, entry in content[0]:
+                self.known[number][self.load(key, None, where)] = self.load(entry, None, where)
+        elif kind == "generator":
+            self.known[number] = self.generator(content[0], current)
+        else:  # filled in place
+            expected = "mujoco._structs.MjData" if kind == "simulation" else content.pop(0)
+            is_alike = type_name(current) == expected and id(current) not in self.filled
+            self.known[number] = self.checked(current, is_alike, where, expected)
+            self.filled.add(id(current))
+            if kind == "object":
+                self.load_object(current, where, *content)
+            elif not load_simulation(current, *content):
+                raise TypeError(
+                    f"{self.name} is not like the one that was saved: {readable(where)} has another model; either it is another "
+                    "version of MuJoCo or of the environment, or one that changes its model, which cannot be restored"
+                )
+        return self.known[number]
+
+    def checked(self, current: Any, is_alike: bool, where: str, expected: str) -> Any:
+        if not is_alike:
+            found = "also another attribute" if id(current) in self.filled else label(current)
+            raise TypeError(f"{self.name} is not like the one that was saved: {readable(where)} is {found}, was {expected}")
+        return current
+
+    def load_object(self, current: Any, where: str, parts: dict[str, Any]) -> None:
+        had = attributes(current) or {}
+        for name in had.keys() - parts.keys():
+            vars(current).pop(name)
+        for name, part in parts.items():
+            if part != ["apart"]:
+                value = self.load(part, had.get(name), f"{where}.{name}")
+                if name not in had or value is not had[name]:
+                    vars(current)[name] = value
+
+    def generator(self, saved: Any, current: Any) -> Any:
+        """The one that is there if possible, since others may refer to it."""
+        state = self.load(saved, None)
+        name = state["bit_generator"]
+        if name not in BIT_GENERATORS:
+            raise TypeError(f"{name!r} is no bit generator of numpy")
+        is_alike = type(current) is np.random.Generator and type(current.bit_generator).__name__ == name
+        if not is_alike or id(current) in self.filled:
+            current = np.random.Generator(getattr(np.random, name)(0))
+        self.filled.add(id(current))
+        current.bit_generator.state = state
+        return current
+
+
+def type_name(value: Any) -> str:
+    kind = type(value)
+    return f"{getattr(kind, '__module__', '')}.{kind.__qualname__}"  # some types of extensions have no module
+
+
+def label(value: Any) -> str:
+    """A function's or class's name, anything else's type."""
+    return f"{value.__module__}.{value.__qualname__}" if hasattr(value, "__qualname__") else type_name(value)
+
+
+def readable(where: str) -> str:
+    return re.sub(r"^(\.env)*\.", "", where)
+
+
+def packed(array: Array) -> list[Any]:
+    """Type, shape, whether columns are contiguous, and bytes."""
+    raw = np.frombuffer(array.tobytes(), np.uint8).copy()
+    return [array.dtype.str, list(array.shape), bool(array.flags.fnc), torch.from_numpy(raw)]
+
+
+def unpacked(dtype: str, shape: list[int], is_by_column: bool, raw: torch.Tensor) -> Array:
+    return np.array(np.frombuffer(raw.numpy(), np.dtype(dtype)).reshape(shape), order="F" if is_by_column else "C")

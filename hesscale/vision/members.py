@@ -1,0 +1,238 @@
+"""Networks that train together, each as if alone: epochs without a look at the device, evaluation, and what is saved."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from .. import ensembles
+from ..compiled import CompiledStep, compile_step
+from ..ensembles import Ensemble
+from ..optim import CurvatureOptimizer
+from ..shapes import Shape
+from ..subject import Layout, Subject
+from .images import Draws, Images, Split, augmented
+
+PRECISIONS = ("float32", "tf32", "bf16")
+WARM_UP = 4  # steps until one runs as all later ones do: in eager mode, compiled, captured
+AT_ONCE = 8192  # images that are made ready at once
+EVALUATED_AT_ONCE = 2000
+
+
+class Epoch(NamedTuple):
+    """What an epoch gave: the mean loss of each member's batches, and seconds, of all members and of their steps alone."""
+
+    losses: list[float]
+    seconds: float
+    step_seconds: float
+
+
+class Measured(NamedTuple):
+    loss: float
+    accuracy: float
+
+
+class Members:
+    """Networks of one architecture with optimizers of one kind.
+
+    After :meth:`warm_up` every step runs in the same way, so that training can go on from a saved state to the same numbers.
+
+    Args:
+        models, optimizers: one per member, on the device of ``images``.
+        images: what they learn.
+        is_augmented: whether images for training are shifted, flipped and recoloured.
+        batch: images in a step of one member.
+        precision: one of ``PRECISIONS``; parameters and their averages are float32 in any case.
+        backend: of :func:`hesscale.compile_step`.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        images: Images,
+        *,
+        is_augmented: bool,
+        batch: int,
+        precision: str = "float32",
+        backend: str = "inductor",
+    ) -> None:
+        self.models, self.optimizers, self.images = models, optimizers, images
+        self.batch, self.precision = batch, precision
+        self.device = images.train.images.device
+        self.padded = images.padded if is_augmented else None
+        for optimizer in optimizers:
+            if isinstance(optimizer, CurvatureOptimizer):
+                optimizer.watch.on_nonfinite = "skip"
+        self.initial = [[p.detach().clone() for p in model.parameters()] for model in models]
+        self.step: CompiledStep = (
+            compile_step(models[0], loss_of, optimizers[0], backend=backend)
+            if len(models) == 1
+            else Ensemble(Together(list(map(subject_of, models, optimizers)), 0), backend, cuda_graph=True)
+        )
+
+    @property
+    def steps(self) -> int:
+        """Of an epoch; images that are too few for a batch are left out."""
+        return len(self.images.train.labels) // self.batch
+
+    def warm_up(self) -> None:
+        """Compile the step by taking some, and begin anew."""
+        some = torch.arange(self.batch, device=self.device).expand(len(self.models), self.batch)
+        x, y = self.images.inputs(self.images.train.images[some]), self.images.train.labels[some]
+        with self.running():
+            for _ in range(WARM_UP):
+                self.step(*self.shares(x), *self.shares(y))
+        for k in range(len(self.models)):
+            self.load(k, None)
+
+    def shares(self, tensor: Tensor) -> list[Tensor]:
+        """A tensor with a dimension for members, as the step takes it."""
+        return [tensor[0] if len(self.models) == 1 else tensor]
+
+    def train(self, draws: Sequence[Draws]) -> Callable[[], Epoch]:
+        """Begin an epoch, of one draw per member; what comes back waits for its end, where alone the device is looked at."""
+        clock, total = Clock(self.device), torch.zeros(len(self.models), device=self.device)
+        begun = clock.now()
+        stacked = Draws(*[torch.stack(parts, 1).to(self.device, non_blocking=True) for parts in zip(*draws, strict=True)])
+        for model in self.models:
+            model.train()
+        with self.running():
+            for chunk in zip(*[part.split(max(AT_ONCE // stacked.image[0].numel(), 1)) for part in stacked], strict=True):
+                images, labels = self.batches(Draws(*chunk))
+                clock.mark()
+                for x, y in zip(images, labels, strict=True):
+                    total += self.step(*self.shares(x), *self.shares(y))
+                clock.mark()
+
+        def end() -> Epoch:
+            losses: list[float] = (total / len(stacked.image)).tolist()
+            return Epoch(losses, clock.now() - begun, clock.marked())
+
+        return end
+
+    def batches(self, draws: Draws) -> tuple[Tensor, Tensor]:
+        """Inputs and labels for draws of (steps, members, batch)."""
+        if self.padded is None:
+            return self.images.inputs(self.images.train.images[draws.image]), self.images.train.labels[draws.image]
+        images = augmented(self.padded, draws, self.images.scale)
+        return images.sub_(self.images.mean).div_(self.images.std), self.images.train.labels[draws.image]
+
+    def evaluate(self, members: Sequence[int]) -> list[dict[str, Measured]]:
+        """Loss and accuracy of some members by split: images without changes, of those for training as many as for validation."""
+        count = len(self.images.validation.labels)
+        train = Split(*[tensor[:count] for tensor in self.images.train])
+        splits = {"train": train, "validation": self.images.validation, "test": self.images.test}
+        with torch.no_grad(), self.running():
+            sums = [torch.stack([self.sums(self.models[k], split) for split in splits.values()]) for k in members]
+        counts = [len(split.labels) for split in splits.values()]
+        found = torch.stack(sums).tolist() if sums else []
+        return [
+            {name: Measured(*[value / n for value in row]) for name, n, row in zip(splits, counts, rows, strict=True)}
+            for rows in found
+        ]
+
+    def sums(self, model: nn.Module, split: Split) -> Tensor:
+        """Over images: losses, and how many are right."""
+        model.eval()
+        total = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for images, labels in zip(*[part.split(EVALUATED_AT_ONCE) for part in split], strict=True):
+            outputs = model(self.images.inputs(images)).float()
+            total += torch.stack([F.cross_entropy(outputs, labels, reduction="sum"), (outputs.argmax(1) == labels).sum()])
+        return total
+
+    def state(self, k: int) -> dict[str, Any]:
+        """All that a member's next epochs depend on, in memory of its own."""
+        return {name: [own(tensor) for tensor in tensors] for name, tensors in self.parts(k).items()} | {
+            "step_counts": [group.get("step_count", 0) for group in self.optimizers[k].param_groups]
+        }
+
+    def load(self, k: int, state: dict[str, Any] | None) -> None:
+        """Go on from a saved state, or from the beginning. Tensors stay where they are, as does the compiled step."""
+        optimizer = self.optimizers[k]
+        for name, tensors in self.parts(k).items():
+            saved = state[name] if state else self.initial[k] if name == "parameters" else [0.0] * len(tensors)
+            with torch.no_grad():
+                for tensor, value in zip(tensors, saved, strict=True):
+                    tensor.copy_(value) if isinstance(value, Tensor) else tensor.fill_(value)
+        for i, group in enumerate(optimizer.param_groups):
+            if "step_count" in group:
+                group["step_count"] = state["step_counts"][i] if state else 0
+        if isinstance(optimizer, CurvatureOptimizer):
+            optimizer.watch.reported = optimizer.nonfinite_steps
+
+    def parts(self, k: int) -> dict[str, list[Tensor]]:
+        """The tensors that a step changes."""
+        parameters, optimizer = list(self.models[k].parameters()), self.optimizers[k]
+        counters: dict[str, Tensor] = getattr(optimizer, "counters", {})
+        return {
+            "parameters": parameters,
+            "averages": [entries[name] for p in parameters for entries in [optimizer.state[p]] for name in sorted(entries)],
+            "counters": [counters[name] for name in sorted(counters)],
+        }
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """In the precision asked for, with cuDNN's fastest algorithms."""
+        cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+        before = cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32
+        cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32 = True, *[self.precision != "float32"] * 2
+        try:
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16", cache_enabled=False):
+                yield
+        finally:
+            cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32 = before
+
+
+class Together(ensembles.Members):
+    """An ensemble whose graph copes with strides that are not those of the trace, as after elu_backward of convolutions."""
+
+    def trace(self, layout: Layout, shape: Shape, tensors: Sequence[Tensor]) -> GraphModule:
+        graph = super().trace(layout, shape, tensors)
+        for node in graph.graph.nodes:
+            if node.target is torch.ops.aten.view.default:
+                node.target = torch.ops.aten.reshape.default
+        graph.recompile()
+        return graph
+
+
+class Clock:
+    """Seconds: of the processor on a CPU, which other processes may use too, and on the wall where there is a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.is_gpu = device.type == "cuda"
+        self.now: Callable[[], float] = time.perf_counter if self.is_gpu else time.process_time
+        self.marks: list[Any] = []
+
+    def mark(self) -> None:
+        """Note the time at which the device comes here: the beginning of a stretch, or its end."""
+        if self.is_gpu:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.marks.append(event)
+        else:
+            self.marks.append(self.now())
+
+    def marked(self) -> float:
+        """In all stretches; the device must have passed their ends."""
+        pairs = list(zip(self.marks[::2], self.marks[1::2], strict=True))
+        return float(sum(begin.elapsed_time(end) / 1000 if self.is_gpu else end - begin for begin, end in pairs))
+
+
+def subject_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Subject:
+    return Subject(model, loss_of, optimizer, {})
+
+
+def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y)
+
+
+def own(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)

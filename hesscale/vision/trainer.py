@@ -1,0 +1,161 @@
+"""Networks of several tasks trained at once, each with a run of its own: metrics, checkpoints, divergence as a result."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..lab.store import Pause, Run, seeded
+from .config import Task, companions, optimizer_of
+from .images import Draws, Images, draw, load_images, number_of
+from .members import Measured, Members
+from .problems import PROBLEMS
+
+CHECKPOINT_SECONDS = 20.0
+
+
+def run(task: Task, run: Run, data: Path | None) -> Mapping[str, Any]:
+    return run_together([task], [run], data)[0]
+
+
+def run_together(tasks: Sequence[Task], runs: Sequence[Run], data: Path | None) -> list[Mapping[str, Any]]:
+    """Train the networks of several tasks, which differ in step size and seed alone, in one compiled step.
+
+    Each learns as it would alone, but for random numbers that are drawn within steps: dropout, GGN-MC's and AdaHessian's. Those
+    that were interrupted after different epochs train apart.
+    """
+    if len({companions(task) for task in tasks}) > 1:
+        raise ValueError("networks can only train together if their tasks differ in nothing but step size and seed")
+    epochs = [run.state["epoch"] if run.state else 0 for run in runs]
+    values: dict[int, Mapping[str, Any]] = {}
+    problem, device = PROBLEMS[tasks[0].problem], torch.device(tasks[0].device)
+    images = load_images(problem, data, device)
+    with seeded(0):
+        for epoch in dict.fromkeys(epochs):
+            chosen = [k for k, reached in enumerate(epochs) if reached == epoch]
+            found = train([tasks[k] for k in chosen], [runs[k] for k in chosen], images, epoch)
+            values.update(zip(chosen, found, strict=True))
+    return [values[k] for k in range(len(tasks))]
+
+
+@dataclass
+class Progress:
+    """Of one network: seconds are its share of those of all that train together."""
+
+    diverged_at: int | None = None
+    seconds: float = 0.0
+    step_seconds: float = 0.0
+    epochs: int = 0
+
+    def values(self, images: int, together: int) -> dict[str, Any]:
+        """``images`` are those of an epoch."""
+        pace = images * self.epochs / self.seconds if self.seconds else math.nan
+        outside = 1 - self.step_seconds / self.seconds if self.seconds else math.nan
+        shares = {"seconds": self.seconds, "images_per_second": pace, "outside_steps": outside}
+        return {"diverged_at": self.diverged_at, "together": together, **shares}
+
+
+def train(tasks: Sequence[Task], runs: Sequence[Run], images: Images, epoch: int) -> list[dict[str, Any]]:
+    """From an epoch on; a loss that is not finite ends a network's training as diverged."""
+    members = members_of(tasks, images)
+    members.warm_up()
+    states = [run.state for run in runs if run.state]
+    for k, state in enumerate(states):
+        members.load(k, state["member"])
+    progress = [Progress(**state["progress"]) for state in states] or [Progress() for _ in runs]
+    last: dict[int, dict[str, Measured]] = {}
+    alive = [k for k, found in enumerate(progress) if found.diverged_at is None]
+    total, saved = tasks[0].all_epochs, time.monotonic()
+    draws = draw_all(tasks, images, epoch)
+    if not epoch:
+        log(members, alive, runs, progress, 0)
+    while epoch < total and alive:
+        torch.manual_seed(number_of("steps", [(task.seed, task.step_size) for task in tasks], epoch))
+        end = members.train(draws)
+        epoch += 1
+        draws = draw_all(tasks, images, epoch)  # while the device is busy
+        done = end()
+        for k in alive:
+            share = 1 / len(tasks)
+            progress[k].seconds += share * done.seconds
+            progress[k].step_seconds += share * done.step_seconds
+            progress[k].epochs = epoch
+            runs[k].progress(epoch, total)
+            if not math.isfinite(done.losses[k]):
+                progress[k].diverged_at = epoch
+        alive = [k for k in alive if progress[k].diverged_at is None]
+        if epoch % tasks[0].evaluate_every == 0 or epoch == total:
+            last = log(members, alive, runs, progress, epoch, done.losses)
+            alive = [k for k in alive if progress[k].diverged_at is None]
+        if epoch < total and alive and time.monotonic() - saved > CHECKPOINT_SECONDS:
+            save(members, runs, progress, epoch)
+            saved = time.monotonic()
+    values = [found.values(members.steps * tasks[0].batch, len(tasks)) for found in progress]
+    return [{**values[k], **noted(members, k), **(by_name(last[k]) if k in alive else {})} for k in range(len(tasks))]
+
+
+def draw_all(tasks: Sequence[Task], images: Images, epoch: int) -> list[Draws]:
+    return [draw(len(images.train.labels), task.batch, task.seed, epoch) for task in tasks]
+
+
+def members_of(tasks: Sequence[Task], images: Images) -> Members:
+    task, problem = tasks[0], PROBLEMS[tasks[0].problem]
+    device = images.train.images.device
+    models = [problem.network(images.classes, each.seed, task.activation, task.padding).to(device) for each in tasks]
+    optimizers = [optimizer_of(each, model) for each, model in zip(tasks, models, strict=True)]
+    return Members(
+        *(models, optimizers, images),
+        is_augmented=task.augment,
+        batch=task.batch,
+        precision=task.precision,
+        backend=task.backend,
+    )
+
+
+def log(
+    members: Members,
+    alive: Sequence[int],
+    runs: Sequence[Run],
+    progress: Sequence[Progress],
+    epoch: int,
+    losses: Sequence[float] = (),
+) -> dict[int, dict[str, Measured]]:
+    """Evaluate those that have not diverged, and see whether that is still so."""
+    found = dict(zip(alive, members.evaluate(alive), strict=True))
+    for k, measured in found.items():
+        if not all(math.isfinite(part.loss) for part in measured.values()):
+            progress[k].diverged_at = epoch
+            continue
+        running = {"running_loss": losses[k]} if losses else {}
+        runs[k].log(epoch, **by_name(measured), **running, seconds=progress[k].seconds)
+    return found
+
+
+def by_name(measured: Mapping[str, Measured]) -> dict[str, float]:
+    return {f"{split}_{what}": value for split, found in measured.items() for what, value in found._asdict().items()}
+
+
+def noted(members: Members, k: int) -> dict[str, float]:
+    """What an optimizer has counted: steps left out, and the share that a trust region made shorter."""
+    optimizer: Any = members.optimizers[k]
+    values = {"nonfinite_steps": optimizer.nonfinite_steps} if hasattr(optimizer, "nonfinite_steps") else {}
+    shares = getattr(optimizer, "scaled_share", {})
+    return values | ({"scaled_share": float(shares[0])} if shares else {})
+
+
+def save(members: Members, runs: Sequence[Run], progress: Sequence[Progress], epoch: int) -> None:
+    """Checkpoints of all, before any of them says that it is time to stop."""
+    pause: Pause | None = None
+    for k, run in enumerate(runs):
+        try:
+            run.checkpoint({"epoch": epoch, "member": members.state(k), "progress": asdict(progress[k])})
+        except Pause as reached:
+            pause = reached
+    if pause is not None:
+        raise pause
