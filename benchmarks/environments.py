@@ -436,7 +436,11 @@ def cell(row: Mapping[str, Any]) -> str:
 def shares(found: Mapping[str, Any]) -> str:
     entries = {name: entry["parts"] for name, entry in found["environments"].items()}
     names = list(next(iter(entries.values())))
-    return table(["environment", *names], [[name, *(f"{entry[part]:.3g}" for part in names)] for name, entry in entries.items()])
+    body = [
+        [name, *(f"{value:.3g}" if value < 100 else f"{value:.0f}" for value in entry.values())]
+        for name, entry in entries.items()
+    ]
+    return table(["environment", *names], body)
 
 
 # ------------------------------------------------------------------------------------------------------------------ command

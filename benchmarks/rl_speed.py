@@ -26,7 +26,7 @@ import gymnasium
 import torch
 from environments import header, interleaved, made_by, save
 
-from hesscale.bench.measure import digits, message, quartiles, ratios
+from hesscale.bench.measure import digits, message, quartiles, ratios, silence
 from hesscale.bench.methods import LeftOut
 from hesscale.bench.report import table
 from hesscale.bench.targets import spread
@@ -131,7 +131,8 @@ def measured(algo: str, env: str, optimizers: Sequence[str], together: Sequence[
         rows.append({"algo": algo, "env": env, "method": name, "together": count})
         start = time.perf_counter()
         try:
-            case = make()
+            with silence():  # MuJoCo finds attributes of gymnasium's models that it will not know for ever
+                case = make()
             case.run()
         except LeftOut as error:
             rows[k]["error"] = message(error)
