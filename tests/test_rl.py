@@ -26,7 +26,7 @@ from hesscale.rl.config import OPTIMIZERS, Config  # noqa: E402
 from hesscale.rl.networks import Categorical, Crew, Gaussian  # noqa: E402
 from hesscale.rl.ppo import PPO  # noqa: E402
 from hesscale.rl.returns import gae, n_step_returns  # noqa: E402
-from hesscale.rl.wrappers import Worlds  # noqa: E402
+from hesscale.rl.wrappers import Rollout, Worlds  # noqa: E402
 
 EXPERIMENT = rl.EXPERIMENT
 TOY = "hesscale-test/Toy-v0"
@@ -506,6 +506,42 @@ def test_curves_hold_the_last_return_of_a_seed():
 
     found = rl.averaged([result([(10, 1.0), (30, 5.0)]), result([(20, 3.0), (30, 7.0)], diverged_at=30)], -1.0)
     assert {step: at.mean for step, at in found.items()} == {20: 2.0, 30: 2.0}
+
+
+def test_the_end_of_an_episode_that_is_cut_off_is_worth_its_state_unless_it_is_taken_for_over():
+    """Episodes of ten and seven steps with rewards 1 and values 0.5 everywhere; the second one terminates."""
+    ended, terminated = np.zeros((2, 1, 20), bool)
+    ended[0, [9, 16]], terminated[0, 16] = True, True
+    ones = np.ones((1, 20), np.float32)
+    rollout = Rollout(np.zeros((1, 20, 1)), np.zeros((1, 20, 2)), ones, np.zeros((1, 20, 1)), terminated, ended)
+    for truncation, expected in (("bootstrap", 1 + 0.99 * 0.5), ("terminate", 1.0)):
+        over = rollout.is_over(truncation)
+        returns = n_step_returns(ones, ones / 2, over, ended, 0.99)
+        assert returns[0, 9] == pytest.approx(expected)
+        assert returns[0, 16] == 1
+        assert gae(ones, ones / 2, ones / 2, over, ended, 0.99, 0.95)[0, 9] == pytest.approx(expected - 0.5)
+    learning = [A2C([dataclasses.replace(CONFIG, truncation=truncation)]) for truncation in ("bootstrap", "terminate")]
+    for each in learning:
+        each.iterate()
+        each.iterate()  # up to a truncation
+    assert learning[0].batch[3][0, -1] != learning[1].batch[3][0, -1]
+
+
+def test_videos_are_of_the_first_seeds_and_made_once(tmp_path, monkeypatch):
+    from hesscale.rl import evaluate
+
+    def film(policy, path):
+        path.touch()
+        return [evaluate.Episode(1.0, 2)]
+
+    monkeypatch.setattr(evaluate, "film", film)
+    configs = [dataclasses.replace(CONFIG, seed=seed) for seed in range(2)]
+    done(tmp_path, *configs)
+    directories = {config: Store(tmp_path).directory("rl", as_task(config)) for config in configs}
+    assert list(rl.film(rl.Settings(), directories)) == []
+    (line,) = rl.film(rl.Settings(video=True), directories)
+    assert line == f"{directories[configs[0]] / 'video.mp4'}: a2c on {TOY} with adahesscale, a return of 1.0"
+    assert list(rl.film(rl.Settings(video=True), directories)) == []
 
 
 def test_cleanrl_shares_sigma_clips_gradients_and_lets_the_step_size_fall(monkeypatch):

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import toy_experiment
-from toy_experiment import EXPERIMENT, Settings, Task, numbers
+from toy_experiment import EXPERIMENT, TOGETHER, Settings, Task, numbers
 
 from hesscale.lab import sweep as sweep_module
 from hesscale.lab.experiment import as_task
@@ -65,6 +65,39 @@ def test_all_become_of_what_they_should(tmp_path, monkeypatch):
     EXPERIMENT.do(store, raises | {"fault": ""}, None)
     again = run_tasks(EXPERIMENT, store, good, workers=2, data=None, command="again")
     assert (again.finished, again.failed) == (4, [])
+
+
+def who_was_together(folder: Path) -> set[str]:
+    return {path.name.removeprefix("together") for path in folder.glob("together*")}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_those_of_a_kind_are_done_together(tmp_path, workers):
+    tasks = [as_task(Task(seed, scale=1.0 if seed < 5 else 2.0)) for seed in range(8)]
+    store = Store(tmp_path / "runs")
+    outcome = run_tasks(TOGETHER, store, tasks, workers=workers, data=tmp_path, command="", together=3)
+    assert (outcome.finished, outcome.failed) == (8, [])
+    assert [numbers(store, task) for task in tasks] == alone(tmp_path, tasks)
+    assert who_was_together(tmp_path) == {"0+1", "2+3+4", "5+6+7"}
+
+
+def test_there_is_work_for_all_workers(tmp_path):
+    tasks = [as_task(Task(seed)) for seed in range(4)]
+    run_tasks(TOGETHER, Store(tmp_path / "runs"), tasks, workers=2, data=tmp_path, command="", together=16)
+    assert who_was_together(tmp_path) == {"0+1", "2+3"}
+    with pytest.raises(ValueError, match="together is 0; it must be positive"):
+        run_tasks(TOGETHER, Store(tmp_path / "runs"), tasks, workers=2, data=tmp_path, command="", together=0)
+
+
+def test_one_that_fails_takes_none_of_the_others_with_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep_module, "RETRIES", 1)
+    faults = ["", "raise", "", "", "die once", ""]
+    tasks = [as_task(Task(seed, fault=fault, scale=1.0 + (seed > 2))) for seed, fault in enumerate(faults)]
+    store = Store(tmp_path / "runs")
+    outcome = run_tasks(TOGETHER, store, tasks, workers=1, data=tmp_path, command="", together=3)
+    assert (outcome.finished, outcome.failed) == (5, [(store.directory("toy", tasks[1]), "ValueError: the toy was told to fail")])
+    good = [task for task in tasks if task["fault"] != "raise"]
+    assert [numbers(store, task) for task in good] == alone(tmp_path, good)
 
 
 def test_in_this_process(tmp_path):

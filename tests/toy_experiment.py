@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,6 +87,20 @@ EXPERIMENT = Experiment(
     run=run,
     sections=lambda results: [],
 )
+
+
+def run_together(tasks: Sequence[Task], runs: Sequence[Run], data: Path | None) -> list[dict[str, Any]]:
+    """One after another; who was together is marked in ``data``."""
+    if data is not None:
+        (data / f"together{'+'.join(str(task.seed) for task in tasks)}").touch()
+    return [run(task, each, data) for task, each in zip(tasks, runs, strict=True)]
+
+
+def kind(task: Task) -> float:
+    return task.scale
+
+
+TOGETHER = dataclasses.replace(EXPERIMENT, run_together=run_together, kind=kind)
 
 
 def numbers(store: Store, task: dict[str, Any]) -> tuple[Any, ...]:

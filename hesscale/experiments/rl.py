@@ -8,7 +8,7 @@ import math
 import time
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,13 +18,14 @@ from ..compiled import BACKENDS
 from ..lab.experiment import Experiment, option
 from ..lab.plots import Plot, Section, Series, Table
 from ..lab.store import Pause, Result, Run
-from ..rl.config import OPTIMIZERS, OWN, POLICIES, PROTOCOLS, Config
+from ..rl.config import OPTIMIZERS, OWN, POLICIES, PROTOCOLS, TRUNCATIONS, Config
 from .training import Summary, summary
 
 if TYPE_CHECKING:
     from ..rl.learner import Algorithm
 
 ALGORITHMS = ("a2c", "ppo")
+CHOICES = {"policy": POLICIES, "protocol": PROTOCOLS, "truncation": TRUNCATIONS, "backend": BACKENDS}
 POINTS = 100  # of a curve
 CHECKPOINT_SECONDS = 20.0
 
@@ -44,7 +45,9 @@ class Settings:
     eps: float = option(1e-5, "ε; the paper's text has 1e-8, the authors' code 1e-5")
     trust_radius: float = option(1e-8, "Δ of the scaled optimizers, for each network")
     half_value_loss: bool = option(False, "½ (v − R)² for the critic, whose curvature is 1, in place of (v − R)²")
+    truncation: str = option("bootstrap", "of episodes: bootstrap, or terminate: as if they were over, as many do it")
     backend: str = option("inductor", f"of hesscale.compile_step: {', '.join(BACKENDS)}")
+    video: bool = option(False, "film an episode of each agent with seed 0 once it has learned, as video.mp4 beside its run")
 
 
 MUJOCO = (
@@ -77,7 +80,7 @@ def tasks(settings: Settings) -> list[Config]:
         sizes = list(dict.fromkeys(float(size) for size in settings.step_size.split(",")))
     except ValueError:
         raise ValueError(f"step_size has numbers separated by commas, not {settings.step_size!r}") from None
-    for name, known in (("policy", POLICIES), ("protocol", PROTOCOLS), ("backend", BACKENDS)):
+    for name, known in CHOICES.items():
         if getattr(settings, name) not in known:
             raise ValueError(f"{name}={getattr(settings, name)!r} is not one of {', '.join(known)}")
     if min(settings.seeds, settings.steps) < 1 or not all(0 < size < math.inf for size in [*sizes, settings.trust_radius]):
@@ -87,7 +90,7 @@ def tasks(settings: Settings) -> list[Config]:
     if not 0 <= settings.eps < math.inf:
         raise ValueError(f"eps={settings.eps} is out of range")
     steps = {name: (name.startswith("Humanoid") and settings.humanoid_steps) or settings.steps for name in environments}
-    same = ("policy", "protocol", "normalize", "half_value_loss", "eps", "trust_radius", "backend")
+    same = ("policy", "protocol", "normalize", "half_value_loss", "truncation", "eps", "trust_radius", "backend")
     shared = {name: getattr(settings, name) for name in same}
     cells = itertools.product(range(settings.seeds), environments, algos, kinds, sizes)
     return [Config(algo, env, kind, size, seed, steps[env], **shared) for seed, env, algo, kind, size in cells]
@@ -193,6 +196,19 @@ class Training:
         rate = None if self.pace.mean is None else self.pace.mean * len(self.runs)
         values = {"diverged_at": self.worlds.diverged_at[k], "steps_per_second": rate, "together": len(self.runs)}
         return {**self.scores[k].values(), **values}
+
+
+def film(settings: Settings, finished: Mapping[Config, Path]) -> Iterator[str]:
+    """Videos of agents with seed 0, if they are asked for and not there."""
+    if not settings.video:
+        return
+    from ..rl.evaluate import film, load_policy
+
+    for task, directory in finished.items():
+        path = directory / "video.mp4"
+        if task.seed == 0 and not path.exists():
+            (episode,) = film(load_policy(directory), path)
+            yield f"{path}: {task.algo} on {task.env} with {task.optimizer}, a return of {episode.total:.1f}"
 
 
 @dataclass
@@ -301,7 +317,8 @@ def conditions(task: Config) -> str:
     """How agents are trained, as part of a sentence."""
     return (
         f"ε = {task.eps:g}, Δ = {task.trust_radius:g} for scaled optimizers, {'½ ' if task.half_value_loss else ''}(v − R)² for "
-        f"the critic, observations and rewards {'normalised' if task.normalize else 'as they are'}"
+        f"the critic, observations and rewards {'normalised' if task.normalize else 'as they are'}, episodes that are cut off "
+        f"{'worth what their last state is' if task.truncation == 'bootstrap' else 'taken for terminated ones'}"
     )
 
 
@@ -382,4 +399,5 @@ EXPERIMENT = Experiment(
     sections,
     run_together=run_together,
     kind=kind,
+    after=film,
 )

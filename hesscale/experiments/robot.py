@@ -31,7 +31,9 @@ class Settings:
     eps: float = option(1e-5, "ε; the paper's text has 1e-8, the authors' code 1e-5")
     trust_radius: float = option(1e-8, "Δ of the scaled optimizers, for each network")
     half_value_loss: bool = option(False, "½ (v − R)² for the critic, whose curvature is 1, in place of (v − R)²")
+    truncation: str = option("bootstrap", "of episodes: bootstrap, or terminate: as if they were over, as many do it")
     backend: str = option("inductor", f"of hesscale.compile_step: {', '.join(BACKENDS)}")
+    video: bool = option(False, "film an episode of each optimizer's agent with seed 0, as video.mp4 beside its run")
 
 
 PRESETS = {

@@ -7,6 +7,7 @@ import inspect
 import os
 import shlex
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -192,8 +193,27 @@ def perform(experiment: Experiment, tasks: list[Task], where: Where, command: st
     for directory, error in failed:
         console.print(f"[red]failed[/] {escaped(f'{directory}: {error}')}", highlight=False)
     show(console, experiment, store, tasks)
+    for settings in several if experiment.after is not None else ():
+        finish(console, experiment, store, settings)
     if failed:
         raise typer.Exit(1)
+
+
+def finish(console: Console, experiment: Experiment, store: Store, settings: Any) -> None:
+    """What is to be done with finished runs."""
+    asked = {task: as_task(task) for task in experiment.tasks(settings)}
+    finished = {
+        task: store.directory(experiment.name, values)
+        for task, values in asked.items()
+        if store.is_finished(experiment.name, values)
+    }
+    assert experiment.after is not None
+    try:
+        for line in experiment.after(settings, finished):
+            console.print(escaped(line), highlight=False)
+    except (ModuleNotFoundError, OSError, RuntimeError, ValueError) as error:
+        console.print(f"[red]failed[/] {escaped(str(error))}", highlight=False)
+        raise typer.Exit(1) from None
 
 
 def check_inputs(experiment: Experiment, finished: list[Record], where: Where) -> None:
@@ -259,8 +279,9 @@ def teller(console: Console, total: int) -> Callable[[Watched], None]:
         nonlocal said
         if time.monotonic() - said >= SECONDS_BETWEEN_LINES:
             said = time.monotonic()
-            parts = [f"{done} of {of or '?'}" for _, done, of in watched.running.values()]
-            console.print(f"{watched.finished} of {total} runs; at {', '.join(parts)}", highlight=False)
+            shares = [f"{done / of:.0%}" if of else "0%" for _, done, of in watched.running.values()]
+            parts = [f"{count} at {share}" if count > 1 else share for share, count in Counter(shares).items()]
+            console.print(f"{watched.finished} of {total} runs; {', '.join(parts)}", highlight=False)
 
     return say
 

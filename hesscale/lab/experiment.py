@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import pkgutil
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +35,7 @@ class Experiment:
         alone: one run at a time, because it measures time.
         run_together: does several tasks at once, each in its run, and returns what came out of each.
         kind: of a task; those of the same kind can be done together.
+        after: does what settings ask for beyond runs, with the directories of those that are finished, and says what.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Experiment:
     alone: bool = False
     run_together: Callable[[Sequence[Any], Sequence[Run], Path | None], Sequence[Mapping[str, Any]]] | None = None
     kind: Callable[[Any], Hashable] | None = None
+    after: Callable[[Any, Mapping[Any, Path]], Iterator[str]] | None = None
 
     def do(self, store: Store, task: Task, data: Path | None, command: str = "") -> None:
         """Do a task, or what is left of it. ``data`` is where the user keeps data sets."""

@@ -173,7 +173,7 @@ class Sweep:
 
 def portable(experiment: Experiment) -> Experiment:
     """As much of it as a worker needs: the rest may be something that cannot be sent."""
-    return dataclasses.replace(experiment, presets={}, tasks=unknown, work=unknown, sections=unknown, kind=None)
+    return dataclasses.replace(experiment, presets={}, tasks=unknown, work=unknown, sections=unknown, kind=None, after=None)
 
 
 def unknown(_: Any) -> Any:

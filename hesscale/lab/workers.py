@@ -54,6 +54,7 @@ def serve(connection: Connection, experiment: Experiment, store: Store, data: Pa
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     threading.Thread(target=follow_parent, daemon=True).start()
     torch.set_num_threads(1)
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # or each worker starts a pool of processes of its own
     with suppress(EOFError):
         while True:
             connection.send(attempt(experiment, store, connection.recv(), data, command))

@@ -35,7 +35,8 @@ class A2C(Algorithm):
 
     def learn(self, rollout: Rollout) -> None:
         values, next_values = self.values(rollout)
-        returns = n_step_returns(rollout.rewards, next_values, rollout.terminated, rollout.ended, self.gamma)
+        over = rollout.is_over(self.config.truncation)
+        returns = n_step_returns(rollout.rewards, next_values, over, rollout.ended, self.gamma)
         data = rollout.observations, rollout.actions, returns - values, returns
         self.batch = [torch.from_numpy(array) for array in data]
         self.update(*self.batch)

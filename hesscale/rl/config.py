@@ -9,6 +9,7 @@ from ..optim import AdaHesScale, AdaHesScaleGN, AdaHessian, Adam, CurvatureOptim
 
 PROTOCOLS = ("paper", "cleanrl")
 POLICIES = ("auto", "gaussian", "categorical")
+TRUNCATIONS = ("bootstrap", "terminate")
 OWN = ("seed", "step_size", "eps", "trust_radius")  # in which agents that learn side by side may differ
 
 
@@ -43,6 +44,8 @@ class Config:
             clips and halves its value loss.
         normalize: observations and rewards.
         half_value_loss: ½ (v − R)² in place of (v − R)².
+        truncation: ``"bootstrap"``: an episode that is cut off is worth r + γ v(s') at its end; ``"terminate"``: r, as if it were
+            over, which is what many implementations do, the authors' among them.
         backend: of :func:`hesscale.compile_step`; with CleanRL's protocol steps are eager whatever it is.
     """
 
@@ -58,4 +61,5 @@ class Config:
     eps: float = 1e-5
     trust_radius: float = 1e-8
     half_value_loss: bool = False
+    truncation: str = "bootstrap"
     backend: str = "inductor"

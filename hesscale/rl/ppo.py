@@ -43,7 +43,8 @@ class PPO(Algorithm):
 
     def learn(self, rollout: Rollout) -> None:
         values, next_values = self.values(rollout)
-        advantages = gae(rollout.rewards, values, next_values, rollout.terminated, rollout.ended, self.gamma, self.lam)
+        over = rollout.is_over(self.config.truncation)
+        advantages = gae(rollout.rewards, values, next_values, over, rollout.ended, self.gamma, self.lam)
         observations, actions = torch.from_numpy(rollout.observations), torch.from_numpy(rollout.actions)
         known = [torch.from_numpy(array) for array in (advantages, advantages + values, values)]
         old = self.crew.log_prob(observations, actions)

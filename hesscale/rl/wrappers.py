@@ -38,6 +38,10 @@ class Rollout:
     terminated: Array
     ended: Array  # terminated or truncated
 
+    def is_over(self, truncation: str) -> Array:
+        """Where nothing is to come after a step."""
+        return self.ended if truncation == "terminate" else self.terminated
+
     def begins_like(self, other: Rollout) -> bool:
         """Whether the first agent of both did and met the same."""
         return all(np.array_equal(own[0], vars(other)[name][0]) for name, own in vars(self).items())
