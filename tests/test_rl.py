@@ -127,7 +127,7 @@ class Fixed:
         return np.zeros((count, 2))
 
     def act(self, observations, noise):
-        return self.actions, np.isfinite(self.actions).reshape(len(self.actions), -1).all(-1)
+        return self.actions, self.actions.reshape(len(self.actions), -1)
 
 
 STILL = Fixed(np.zeros(2, np.float32))
@@ -230,9 +230,7 @@ def test_actions_are_drawn_from_the_policy(agent):
     observation = torch.tensor([0.3, -1.0, 0.5])
     crew = Crew([agent] * 4000)
     noise = crew.noise(np.random.default_rng(0), 4000)
-    actions, are_finite = crew.act(observation.expand(4000, 3).numpy(), noise)
-    actions = torch.from_numpy(actions)
-    assert are_finite.all()
+    actions = torch.from_numpy(crew.act(observation.expand(4000, 3).numpy(), noise)[0])
     with torch.no_grad():
         if isinstance(agent, Categorical):
             torch.testing.assert_close(
@@ -242,6 +240,24 @@ def test_actions_are_drawn_from_the_policy(agent):
             mean, variance = agent(observation)
             torch.testing.assert_close(actions.mean(0), mean, atol=0.08, rtol=0)
             torch.testing.assert_close(actions.var(0), variance, atol=0.1, rtol=0)
+
+
+@pytest.mark.parametrize("backend", ["eager", "traced"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_crew_sees_what_its_agents_have_learned(count, backend):
+    learning = A2C([dataclasses.replace(CONFIG, seed=seed, backend=backend) for seed in range(count)])
+    for _ in range(3):
+        learning.iterate()
+    learning.crew.look()
+    assert bool(learning.crew.viewed) == (count == 1 or backend == "traced")  # no copies where the weights lie side by side
+    observations = torch.randn(count, 4, learning.worlds.inputs)
+    for k, agent in enumerate(learning.agents):
+        expected = agent.values(observations[k]).detach()
+        torch.testing.assert_close(learning.crew.values(observations)[k], expected)
+        with torch.no_grad():
+            agent.critic[-1].bias += 1.0
+    learning.crew.look()
+    torch.testing.assert_close(learning.crew.values(observations)[-1], expected + 1)
 
 
 @pytest.mark.parametrize("algorithm", [A2C, PPO])

@@ -188,8 +188,8 @@ def play(policy: Policy, env: Any, seed: int, *, deterministic: bool = True, wat
     while not ended:
         watch()
         noise = np.zeros((1, crew.outputs), np.float32) if deterministic else crew.noise(draws, 1)
-        (action,), are_finite = crew.act(policy.see(raw, 1 - length / limit), noise)
-        if not are_finite.all():
+        (action,), signs = crew.act(policy.see(raw, 1 - length / limit), noise)
+        if not np.isfinite(signs).all():
             raise NonFiniteError(f"the policy's action at step {length} is not finite: it has diverged")
         raw, reward, terminated, truncated, _ = env.step(given(env.action_space, action))
         if not math.isfinite(reward):

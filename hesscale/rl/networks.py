@@ -66,7 +66,7 @@ class Agent(nn.Module):
 
     @staticmethod
     def actions(outputs: Outputs, noise: Array) -> tuple[Array, Array]:
-        """Actions drawn from policies by the outputs of their networks, and which of them are finite."""
+        """Actions drawn from policies by the outputs of their networks, and rows that are finite where these are."""
         raise NotImplementedError
 
     @staticmethod
@@ -104,7 +104,7 @@ class Gaussian(Agent):
     def actions(outputs: Outputs, noise: Array) -> tuple[Array, Array]:
         variance = np.maximum(np.exp(outputs["variance"]), np.float32(LEAST_VARIANCE))
         actions = outputs["mean"] + np.sqrt(variance) * noise
-        return actions, np.isfinite(actions).all(-1)
+        return actions, actions
 
     @staticmethod
     def log_prob(outputs: Outputs, actions: Tensor) -> Tensor:
@@ -137,7 +137,7 @@ class Categorical(Agent):
     @staticmethod
     def actions(outputs: Outputs, noise: Array) -> tuple[Array, Array]:
         logits = outputs["logits"]
-        return np.argmax(logits + noise, -1), np.isfinite(logits).all(-1)
+        return np.argmax(logits + noise, -1), logits
 
     @staticmethod
     def log_prob(outputs: Outputs, actions: Tensor) -> Tensor:
@@ -160,9 +160,12 @@ class Column(NamedTuple):
     biases: list[Tensor]
     scale: float = 1.0  # of the biases
 
+    def scaled(self, biases: Tensor) -> Tensor:
+        return biases if self.scale == 1 else self.scale * biases
+
 
 class Crew:
-    """Agents of one kind side by side, as they were when last looked at: all networks of one name are evaluated at once.
+    """Agents of one kind side by side: all networks of one name are evaluated at once.
 
     Single observations are evaluated by numpy, which takes a sixth of torch's time for them.
     """
@@ -170,25 +173,32 @@ class Crew:
     def __init__(self, agents: Sequence[Agent]) -> None:
         self.kind = type(agents[0])
         self.columns = {name: columns_of([agent.networks[name] for agent in agents]) for name in agents[0].networks}
+        self.parameters = [p for agent in agents for p in agent.parameters()]
+        self.viewed: list[int] = []  # where all parameters are, if what is here are views of them
         self.look()
         self.outputs = next(iter(self.arrays.values()))[-1][1].shape[1]
 
     @torch.no_grad()
     def look(self) -> None:
-        """Copy the weights as they are now."""
+        """See the weights as they are now. Of changes that come later, some may be seen at once: look again after each."""
+        places = [p.data_ptr() for p in self.parameters]
+        if places == self.viewed:
+            return
         self.layers: dict[str, Layers] = {
-            name: [(torch.stack(c.weights), torch.stack(c.biases)[:, None] * c.scale) for c in columns]
+            name: [(side_by_side(c.weights), c.scaled(side_by_side(c.biases)[:, None])) for c in columns]
             for name, columns in self.columns.items()
         }
         policy = {name: layers for name, layers in self.layers.items() if name != "critic"}
         self.arrays = {name: [(w.numpy(), b.mT.numpy()) for w, b in layers] for name, layers in policy.items()}
+        firsts = {tensor.data_ptr() for layers in self.layers.values() for layer in layers for tensor in layer}
+        self.viewed = places if firsts <= set(places) else []
 
     def noise(self, draws: np.random.Generator, count: int) -> Array:
         """For so many actions of one agent."""
         return self.kind.noise(draws, (count, self.outputs))
 
     def act(self, observations: Array, noise: Array) -> tuple[Array, Array]:
-        """An action of each agent for its observation, and which of them are finite."""
+        """An action of each agent for its observation, and rows that are finite where its networks' outputs are."""
         outputs = {}
         with np.errstate(all="ignore"):  # of those that diverged
             for name, layers in self.arrays.items():
@@ -206,6 +216,17 @@ class Crew:
     def log_prob(self, observations: Tensor, actions: Tensor) -> Tensor:
         """log π(a|s), likewise."""
         return self.kind.log_prob({name: evaluate(self.layers[name], observations) for name in self.arrays}, actions)
+
+
+def side_by_side(tensors: list[Tensor]) -> Tensor:
+    """All as one, with another first dimension: a view where they lie evenly in one memory, as those of an ensemble do."""
+    first, last = tensors[0].detach(), tensors[-1]
+    if len(tensors) == 1:
+        return first[None]
+    apart = {after.data_ptr() - before.data_ptr() for before, after in itertools.pairwise(tensors)}
+    if len(apart) > 1 or min(apart) < 0 or first.untyped_storage().data_ptr() != last.untyped_storage().data_ptr():
+        return torch.stack(tensors)
+    return first.as_strided((len(tensors), *first.shape), (apart.pop() // first.itemsize, *first.stride()))
 
 
 def columns_of(networks: Sequence[nn.Module]) -> list[Column]:
