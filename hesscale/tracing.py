@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from .heads import Unsettled
+from .strides import without_strides
 
 
 class CannotTrace(RuntimeError):
@@ -48,7 +49,7 @@ def trace(function: Callable[..., Any], tensors: Sequence[Tensor]) -> GraphModul
             raise CannotTrace(LOOKS)
         if node.op == "get_attr" and not is_number(getattr(graph, node.target)):
             raise CannotTrace(MAKES)
-    return graph
+    return without_strides(graph)
 
 
 def is_number(constant: Any) -> bool:
@@ -184,8 +185,7 @@ def mappable(graph: GraphModule) -> GraphModule:
                 flag = add(aten.isnan.default, (add(aten.sum.default, (g,)),))
                 x, y, distances = (add(aten.where.self, (flag, value, value)) for value in (x, y, distances))
                 node.args = g, x, y, p, distances
-    graph.recompile()
-    return graph
+    return without_strides(graph)
 
 
 def is_alike(a: Any, b: Any) -> bool:

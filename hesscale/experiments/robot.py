@@ -126,7 +126,8 @@ def section(results: list[Result], end: str) -> Section:
         mean_plot(runs, end),
         runs_plot(runs, end),
     ]
-    return Section(f"UR-Reacher with PPO, α = {task.step_size:g}", text, items)
+    limit = ", the time limit as an end" if task.truncation == "terminate" else ""
+    return Section(f"UR-Reacher with PPO, α = {task.step_size:g}{limit}", text, items)
 
 
 def optimizers_table(runs: dict[str, list[Result]], end: str) -> Table:

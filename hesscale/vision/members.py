@@ -10,14 +10,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.fx import GraphModule
 
-from .. import ensembles
 from ..compiled import CompiledStep, compile_step
-from ..ensembles import Ensemble
+from ..ensembles import ensemble
 from ..optim import CurvatureOptimizer
-from ..shapes import Shape
-from ..subject import Layout, Subject
 from .images import Draws, Images, Split, augmented
 
 PRECISIONS = ("float32", "tf32", "bf16")
@@ -75,7 +71,7 @@ class Members:
         self.step: CompiledStep = (
             compile_step(models[0], loss_of, optimizers[0], backend=backend)
             if len(models) == 1
-            else Ensemble(Together(list(map(subject_of, models, optimizers)), 0), backend, cuda_graph=True)
+            else ensemble(models, loss_of, optimizers, backend=backend)
         )
 
     @property
@@ -191,18 +187,6 @@ class Members:
             cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32 = before
 
 
-class Together(ensembles.Members):
-    """An ensemble whose graph copes with strides that are not those of the trace, as after elu_backward of convolutions."""
-
-    def trace(self, layout: Layout, shape: Shape, tensors: Sequence[Tensor]) -> GraphModule:
-        graph = super().trace(layout, shape, tensors)
-        for node in graph.graph.nodes:
-            if node.target is torch.ops.aten.view.default:
-                node.target = torch.ops.aten.reshape.default
-        graph.recompile()
-        return graph
-
-
 class Clock:
     """Seconds: of the processor on a CPU, which other processes may use too, and on the wall where there is a GPU."""
 
@@ -224,10 +208,6 @@ class Clock:
         """In all stretches; the device must have passed their ends."""
         pairs = list(zip(self.marks[::2], self.marks[1::2], strict=True))
         return float(sum(begin.elapsed_time(end) / 1000 if self.is_gpu else end - begin for begin, end in pairs))
-
-
-def subject_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Subject:
-    return Subject(model, loss_of, optimizer, {})
 
 
 def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:

@@ -1,0 +1,72 @@
+"""Graphs whose views do not depend on strides."""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
+
+VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+
+
+def without_strides(graph: GraphModule) -> GraphModule:
+    """The same graph, where a view becomes a copy if strides do not allow for it.
+
+    A trace may have other strides than what it stands for: in torch, those of elu_backward and its like where gradient and input
+    lie in memory in different orders. Views stay where a later change must be seen through them, and of arguments, whose strides
+    are known.
+    """
+    memory = Memory(graph)
+    for node in graph.graph.nodes:
+        if node.target in VIEWS and not memory.is_shared(node):
+            node.target = torch.ops.aten.reshape.default
+    graph.recompile()
+    return graph
+
+
+class Memory:
+    """Which results of a graph lie in the same memory, and when that is written to and used."""
+
+    def __init__(self, graph: GraphModule) -> None:
+        self.place = {node: i for i, node in enumerate(graph.graph.nodes)}
+        self.chain: dict[Node, list[Node]] = {}  # the node, what it is a view of, what that is a view of …
+        self.family: dict[Node, list[Node]] = defaultdict(list)  # all views of a node, itself included
+        self.writes: dict[Node, list[int]] = defaultdict(list)
+        for node, i in self.place.items():
+            base, written = arguments_in_place(node)
+            self.chain[node] = [node, *(self.chain[base] if base else [])]
+            self.family[self.chain[node][-1]].append(node)
+            for one in written:
+                self.writes[one].append(i)
+
+    def is_shared(self, view: Node) -> bool:
+        """Whether a write to the view is seen elsewhere, or a write elsewhere through the view."""
+        origin = self.chain[view][-1]
+        if origin.op == "placeholder":
+            return True
+        sides: tuple[list[Node], list[Node]] = [], []
+        for node in self.family[origin]:
+            sides[view in self.chain[node]].append(node)
+        return any(self.is_seen(view, one, other) for one, other in (sides, sides[::-1]))
+
+    def is_seen(self, view: Node, written: list[Node], used: list[Node]) -> bool:
+        writes = [i for node in written for i in self.writes[node] if i > self.place[view]]
+        uses = [self.place[user] for node in used for user in node.users]
+        return bool(writes and uses) and min(writes) < max(uses)
+
+
+def arguments_in_place(node: Node) -> tuple[Node | None, list[Node]]:
+    """The argument that a node's result is a view of, and those that it writes to."""
+    if node.target is operator.getitem:
+        return node.all_input_nodes[0], []
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return None, []
+    given = dict(zip([argument.name for argument in schema.arguments], node.args, strict=False)) | node.kwargs
+    aliased = [(argument.alias_info, given[argument.name]) for argument in schema.arguments if argument.name in given]
+    nodes = [(info, leaf) for info, value in aliased if info for leaf in pytree.tree_leaves(value) if isinstance(leaf, Node)]
+    gives_view = any(result.alias_info for result in schema.returns)
+    return nodes[0][1] if gives_view and nodes else None, [leaf for info, leaf in nodes if info.is_write]
