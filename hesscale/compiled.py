@@ -109,6 +109,7 @@ class CompiledStep:
         if not can_keep or key not in self.graphs:
             graph = self.new_graph(shape)
             if not can_keep or len(self.graphs) >= MOST_GRAPHS:
+                self.last = None, None  # nothing to repeat
                 return graph
             self.graphs[key] = graph
         self.last = key, self.graphs[key]

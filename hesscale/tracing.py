@@ -206,20 +206,37 @@ def compile_graph(graph: GraphModule, tensors: Sequence[Tensor]) -> Callable[...
     return checked(_inductor.compile, graph, tensors, options)
 
 
-def with_expm1(graph: GraphModule) -> GraphModule:
-    """A copy where tanh(x) in float32 on a CPU is e/(e + 2), e = exp(2x) − 1: in a fifth of the time, to 2e-7 of its value."""
-    aten, found = torch.ops.aten, copy.deepcopy(graph)
+def for_cpu(graph: GraphModule) -> GraphModule:
+    """A copy with :func:`tanh` and :func:`expm1` in place of torch's, in float32 on a CPU."""
+    found, aten = copy.deepcopy(graph), torch.ops.aten
+    own = {aten.tanh.default: tanh, aten.expm1.default: expm1}
     for node in list(found.graph.nodes):
         like = node.meta.get("val")
-        if node.target is aten.tanh.default and like.device.type == "cpu" and like.dtype is torch.float32:
-            add = found.graph.call_function
+        if node.target in own and like.device.type == "cpu" and like.dtype is torch.float32:
+            piece = make_fx(own[node.target])(torch.zeros(1)).graph
             with found.graph.inserting_before(node):
-                bounded = add(aten.clamp_max.default, (node.args[0], 20.0))  # beyond it is 1
-                e = add(aten.expm1.default, (add(aten.mul.Tensor, (bounded, 2.0)),))
-                node.replace_all_uses_with(add(aten.div.Tensor, (e, add(aten.add.Tensor, (e, 2.0)))))
+                node.replace_all_uses_with(found.graph.graph_copy(piece, {next(iter(piece.nodes)): node.args[0]}))
             found.graph.erase_node(node)
     found.recompile()
     return found
+
+
+def tanh(x: Tensor) -> Tensor:
+    """(e²ˣ − 1)/(e²ˣ + 1): to four units in the last place of float32, in half the time that TorchInductor's takes."""
+    is_small, (p, q) = x.abs() < 0.5, lambert(x * x)
+    e = (2 * x.clamp_max(20)).exp()  # beyond, tanh is 1
+    return torch.where(is_small, x * p, e - 1) / torch.where(is_small, q, e + 1)
+
+
+def expm1(x: Tensor) -> Tensor:
+    """eˣ − 1 = 2t/(1 − t), t = tanh(x/2), next to 0: TorchInductor subtracts 1 there too, which loses the digits."""
+    p, q = lambert(x * x / 4)
+    return torch.where(x.abs() < 0.5, x * p / (q - x * p / 2), x.exp() - 1)
+
+
+def lambert(z: Tensor) -> tuple[Tensor, Tensor]:
+    """p and q of tanh(x) = xp/q, z = x² < ¼, by the continued fraction x/(1 + z/(3 + z/(5 + z/(7 + z/9))))."""
+    return 1 + z * (1 / 9 + z / 945), 1 + z * (4 / 9 + z / 63)
 
 
 MOST_CHECKED = 2**30  # bytes
@@ -228,7 +245,7 @@ MOST_CHECKED = 2**30  # bytes
 def checked(compiler: Any, graph: GraphModule, tensors: Sequence[Tensor], options: dict[str, Any]) -> Callable[..., Any]:
     """Code that has been seen to do what the graph does, but for rounding; compilers err, and would do so silently."""
     with torch.no_grad():
-        compiled: Callable[..., Any] = compiler(with_expm1(graph), list(tensors), options=options)
+        compiled: Callable[..., Any] = compiler(for_cpu(graph), list(tensors), options=options)
         if sum([tensor.nbytes for tensor in tensors]) <= MOST_CHECKED:
             results = [outcome(run, tensors) for run in (graph, compiled)]
             scale = largest(results[0])

@@ -171,6 +171,19 @@ def test_steps_again_do_not_look_at_what_has_changed():
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
+def test_steps_again_are_not_those_of_before_where_there_is_no_room_for_a_graph(monkeypatch):
+    monkeypatch.setattr(compiled, "MOST_GRAPHS", 1)
+    eager, other = two_of(mlp(), loss_fn=lambda model, x, y: cross_entropy(model, x, y))
+    for step, again in ((eager, eager), (other, other.again)):
+        train(step, batches(3))
+        step.subject.model.scale = 3.0
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            step(*batches(1)[0])
+            again(*batches(1)[0])
+    check_equal(eager, other)
+
+
 def test_eta_is_that_of_the_step():
     eager, other = two_of(mlp(), OPTIMIZERS["groups"])
     for step in (eager, other):

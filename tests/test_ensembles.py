@@ -93,6 +93,72 @@ def test_a_compiled_ensemble():
     runs.train(data(10)).check("compiled")
 
 
+ACTIVATIONS = (
+    *(nn.ELU, nn.ReLU, nn.Tanh, nn.GELU, nn.SiLU, nn.Softplus, nn.LeakyReLU, nn.SELU, nn.CELU, nn.Hardswish, nn.Mish),
+    *(nn.Hardtanh, nn.Hardsigmoid, nn.LogSigmoid),
+)
+BETWEEN = {
+    "max pooling": lambda: nn.MaxPool2d(2),
+    "average pooling": lambda: nn.AvgPool2d(2),
+    "batch norm": lambda: nn.BatchNorm2d(3),
+    "rows of channels": lambda: nn.Sequential(nn.Flatten(0, 1), nn.Hardtanh(), nn.Unflatten(0, (4, 3))),
+}
+
+
+def convolutional(activation, *between):
+    return nn.Sequential(
+        nn.Conv2d(2, 3, 3, padding=1), activation(), *between, nn.Conv2d(3, 3, 2), activation(), nn.Flatten(), nn.LazyLinear(3)
+    )
+
+
+def images(order=torch.contiguous_format):
+    torch.manual_seed(1)
+    batches = [(torch.randn(8, 2, 5, 5), torch.randint(0, 3, (2, 4))) for _ in range(5)]
+    return [(x.to(memory_format=order).unflatten(0, (2, 4)), y) for x, y in batches]
+
+
+def train_images(activation, between=nn.Identity, order=torch.contiguous_format, **options):
+    torch.manual_seed(0)
+
+    def make():
+        model = convolutional(activation, between())
+        model(images()[0][0][0])
+        return model.to(memory_format=order)
+
+    return Runs(lambda p, k: ada(p, k, eps=1e-2), 2, make, **options).train(images(order))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_convolutions_with(activation):
+    train_images(activation).check()
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+def test_convolutions_and(name):
+    train_images(nn.ELU, BETWEEN[name]).check()
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+def test_convolutions_with_channels_last_and(name):
+    train_images(nn.ELU, BETWEEN[name], torch.channels_last).check()
+
+
+def test_convolutions_and_dropout():
+    torch.manual_seed(0)
+    models = [convolutional(nn.ELU, nn.Dropout2d(0.5), nn.Dropout(0.2)) for _ in range(2)]
+    for model in models:
+        model(images()[0][0][0])
+    step = ensemble(models, loss_fn, [ada(model.parameters()) for model in models], backend="traced")
+    losses = torch.stack([step(*batch) for batch in images()])
+    assert losses.isfinite().all()
+    assert step.mode == "traced", step.reason
+
+
+@pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="no C++ compiler")
+def test_compiled_convolutions():
+    train_images(nn.ELU, backend="inductor").check("compiled")
+
+
 def test_an_ensemble_of_one():
     Runs(members=1).train(data(6, 1)).check()
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import math
+import warnings
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ gymnasium = pytest.importorskip("gymnasium")
 np = pytest.importorskip("numpy")
 
 from hesscale import losses as hesscale_losses  # noqa: E402
+from hesscale.errors import NonFiniteError  # noqa: E402
 from hesscale.experiments import rl  # noqa: E402
 from hesscale.lab.experiment import as_task  # noqa: E402
 from hesscale.lab.marks import check  # noqa: E402
@@ -155,6 +158,12 @@ def test_observations_are_normalised_as_gymnasium_does():
         if terminated or truncated:
             observation, _ = other.reset()
     assert len(worlds.finished[0]) > 1
+
+
+def test_models_that_are_outdated_are_not_spoken_of(capfd):
+    pytest.importorskip("mujoco")
+    Worlds("HalfCheetah-v5", [0, 1])
+    assert "deprecated" not in "".join(capfd.readouterr())
 
 
 def test_rewards_are_divided_by_the_deviation_of_discounted_returns():
@@ -353,7 +362,7 @@ RUNS = {
     "a2c": {
         "env": "InvertedPendulum-v5",
         "optimizer": "scaled-adahesscale",
-        "trust_radius": 1e-2,
+        "trust_radius": 1e-3,
         "backend": "traced",
         "steps": 60,
     },
@@ -453,6 +462,78 @@ def test_one_that_diverges_leaves_the_others_alone(tmp_path):
     assert found.values["mean_return"] == alone.values["mean_return"]
 
 
+def check_same(policy, expected):
+    assert (policy["steps"], policy["config"]) == (expected["steps"], expected["config"])
+    for part in ("agent", "seen"):
+        torch.testing.assert_close(policy[part], expected[part], rtol=0, atol=0)
+
+
+def diverge(learning, k):
+    """As a gradient that is not finite does."""
+    learning.optimizers[k].counters.setdefault("nonfinite", torch.zeros((), dtype=torch.long)).add_(1)
+
+
+@pytest.mark.parametrize("backend", ["eager", "traced"])
+def test_an_agent_that_diverged_stays_as_it_was(backend):
+    learning = A2C([dataclasses.replace(CONFIG, seed=seed, backend=backend) for seed in range(2)])
+    learning.iterate()
+    learning.iterate()
+    diverge(learning, 0)
+    learning.iterate()
+    before = copy.deepcopy(learning.policy(0))
+    assert (learning.worlds.diverged_at, before["steps"]) == ([15, None], 15)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        states = [learning.state(k) for k in range(2)]
+        for _ in range(3):
+            learning.iterate()
+    check_same(learning.policy(0), before)
+    assert learning.policy(1)["steps"] == 30
+    other = A2C([dataclasses.replace(CONFIG, seed=seed, backend=backend) for seed in range(2)])
+    for k in range(2):
+        other.load(k, states[k])
+    for _ in range(3):
+        other.iterate()
+    for k in range(2):
+        check_same(other.policy(k), learning.policy(k))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_is_loaded_counts_also_for_those_that_have_learned(count):
+    learning, other = (A2C([dataclasses.replace(CONFIG, seed=seed, backend="traced") for seed in range(count)]) for _ in range(2))
+    learning.iterate()
+    states = copy.deepcopy([learning.state(k) for k in range(count)])
+    for _ in range(4):
+        other.iterate()
+    for k in range(count):
+        other.load(k, states[k])
+    for each in (learning, other):
+        for _ in range(3):
+            each.iterate()
+    for k in range(count):
+        check_same(other.policy(k), learning.policy(k))
+        states = [each.optimizers[k].state_dict()["state"] for each in (learning, other)]
+        torch.testing.assert_close(*states, rtol=0, atol=0)
+
+
+def test_a_checkpoint_holds_nothing_of_other_agents():
+    learning = A2C([dataclasses.replace(CONFIG, seed=seed, backend="traced") for seed in range(3)])
+    learning.iterate()
+    learning.iterate()
+    for tensor in torch.utils._pytree.tree_leaves(learning.state(0)):
+        if isinstance(tensor, torch.Tensor):
+            assert tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+def test_actions_are_not_drawn_with_the_numbers_of_the_environment():
+    worlds = Worlds("CartPole-v1", [3])
+    env = gymnasium.make("CartPole-v1")
+    env.reset(seed=3)
+    numbers = worlds.draws[0].random(100)
+    assert not np.isin(numbers, np.random.default_rng(3).random(200)).any()
+    assert not np.isin(numbers, env.unwrapped.np_random.random(200)).any()
+
+
 def test_agents_that_differ_in_more_cannot_learn_together():
     with pytest.raises(ValueError, match="differ in seed, step_size, eps, trust_radius alone"):
         A2C([CONFIG, dataclasses.replace(CONFIG, optimizer="adam")])
@@ -547,17 +628,21 @@ def test_videos_are_of_the_first_seeds_and_made_once(tmp_path, monkeypatch):
     from hesscale.rl import evaluate
 
     def film(policy, path):
+        if policy.config.step_size == 1.0:
+            raise NonFiniteError("it has diverged")
         path.touch()
         return [evaluate.Episode(1.0, 2)]
 
     monkeypatch.setattr(evaluate, "film", film)
     configs = [dataclasses.replace(CONFIG, seed=seed) for seed in range(2)]
+    configs.append(dataclasses.replace(CONFIG, step_size=1.0))
     done(tmp_path, *configs)
     directories = {config: Store(tmp_path).directory("rl", as_task(config)) for config in configs}
     assert list(rl.film(rl.Settings(), directories)) == []
-    (line,) = rl.film(rl.Settings(video=True), directories)
+    line, other = rl.film(rl.Settings(video=True), directories)
+    assert other == f"no video of a2c on {TOY} with adahesscale: it has diverged"
     assert line == f"{directories[configs[0]] / 'video.mp4'}: a2c on {TOY} with adahesscale, a return of 1.0"
-    assert list(rl.film(rl.Settings(video=True), directories)) == []
+    assert list(rl.film(rl.Settings(video=True), directories)) == [other]
 
 
 def test_cleanrl_shares_sigma_clips_gradients_and_lets_the_step_size_fall(monkeypatch):
@@ -598,6 +683,8 @@ def test_unknown_names_are_refused_with_close_ones():
         (rl.Settings(step_size="x"), "numbers separated by commas, not 'x'"),
         (rl.Settings(steps=0), "must be positive"),
         (rl.Settings(eps=-1.0), "eps=-1.0 is out of range"),
+        (rl.Settings(truncation="ignore"), "truncation='ignore' is not one of bootstrap, terminate"),
+        (rl.Settings(protocol="cleanrl", half_value_loss=True), "half_value_loss is of the paper's protocol"),
     ):
         with pytest.raises(ValueError, match=message):
             rl.tasks(settings)

@@ -89,6 +89,28 @@ def test_there_is_work_for_all_workers(tmp_path):
         run_tasks(TOGETHER, Store(tmp_path / "runs"), tasks, workers=2, data=tmp_path, command="", together=0)
 
 
+def test_what_is_left_of_a_group_goes_on_as_a_group(tmp_path):
+    tasks = [as_task(Task(seed)) for seed in range(8)]
+    store = Store(tmp_path / "runs")
+    for task in tasks[:6]:
+        TOGETHER.do(store, task, None)
+    run_tasks(TOGETHER, store, tasks, workers=2, data=tmp_path, command="", together=4)
+    assert who_was_together(tmp_path) == {"6+7"}
+
+
+def test_one_that_is_busy_leaves_the_others_together(tmp_path):
+    tasks = [as_task(Task(seed)) for seed in range(3)]
+    store = Store(tmp_path / "runs")
+    with store.open("toy", tasks[1], ""):
+        outcome = run_tasks(TOGETHER, store, tasks, workers=0, data=tmp_path, command="", together=3)
+    assert outcome.finished == 2
+    ((directory, error),) = outcome.failed
+    assert directory == store.directory("toy", tasks[1])
+    assert error.startswith("BusyRun")
+    assert who_was_together(tmp_path) == {"0+2"}
+    assert store.record("toy", tasks[0]).facts["resumed"] == 0
+
+
 def test_one_that_fails_takes_none_of_the_others_with_it(tmp_path, monkeypatch):
     monkeypatch.setattr(sweep_module, "RETRIES", 1)
     faults = ["", "raise", "", "", "die once", ""]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import shutil
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -89,3 +92,135 @@ def test_rounding_is_no_difference():
 def test_a_twin_has_the_same_strides(tensor):
     assert torch.equal(twin(tensor), tensor)
     assert twin(tensor).stride() == tensor.stride()
+
+
+# -------------------------------------------------------------------------------------------- strides other than in the trace
+
+
+def mixed_strides() -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradient and input of an ELU; what torch expects of elu_backward has the strides of the input."""
+    return torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last), torch.randn(2, 3, 4, 4)
+
+
+def gradient_of_elu(g: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return torch.ops.aten.elu_backward(g, 1.0, 1.0, 1.0, False, x)
+
+
+def flattened(g, x):
+    return [gradient_of_elu(g, x).reshape(2, -1) * 1]
+
+
+def flattened_and_written_to_alone(g, x):
+    y = gradient_of_elu(g, x).reshape(2, -1)
+    y.add_(1)
+    return [y * 1]
+
+
+@pytest.mark.parametrize("function", [flattened, flattened_and_written_to_alone])
+def test_views_do_not_depend_on_strides(function):
+    given = mixed_strides()
+    graph = trace(function, given)
+    expected = function(*(tensor.contiguous() for tensor in given))
+    torch.testing.assert_close(graph(*given), expected)
+
+
+def written_through_the_view(g, x):
+    y = gradient_of_elu(g, x)
+    y.view(2, -1).add_(1)
+    return [y * 1]
+
+
+def read_through_the_view(g, x):
+    y = gradient_of_elu(g, x)
+    view = y.view(2, -1)
+    y.add_(1)
+    return [view * 1]
+
+
+@pytest.mark.parametrize("function", [written_through_the_view, read_through_the_view])
+def test_views_through_which_a_change_is_seen_stay(function):
+    contiguous = [tensor.contiguous() for tensor in mixed_strides()]
+    graph = trace(function, contiguous)
+    torch.testing.assert_close(graph(*contiguous), function(*contiguous))
+    with pytest.raises(RuntimeError, match="view"):  # rather than other numbers
+        trace(function, mixed_strides())(*mixed_strides())
+
+
+ACTIVATIONS = (nn.ELU, nn.Softplus, nn.SELU, nn.CELU, nn.Hardswish, nn.Hardtanh, nn.Hardsigmoid)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_a_step_with_gradients_in_another_order_than_inputs(activation):
+    torch.manual_seed(0)
+    layers = nn.Linear(5, 32), nn.Unflatten(1, (2, 4, 4)), activation(), nn.Conv2d(2, 3, 2), nn.Flatten(), nn.Linear(27, 3)
+    models = [nn.Sequential(*layers).to(memory_format=torch.channels_last) for layers in (layers, copy.deepcopy(layers))]
+
+    def step_of(model, backend):
+        optimizer = hesscale.AdaHesScale(model.parameters(), lr=0.01, eps=1e-4)
+        return hesscale.compile_step(model, lambda m, x, y: F.cross_entropy(m(x), y), optimizer, backend=backend)
+
+    traced, eager = step_of(models[0], "traced"), step_of(models[1], "eager")
+    for _ in range(5):
+        x, y = torch.randn(4, 5), torch.randint(0, 3, (4,))
+        torch.testing.assert_close(traced(x, y), eager(x, y), rtol=1e-4, atol=1e-5)
+    assert traced.mode == "traced", traced.reason
+
+
+# -------------------------------------------------------------------------------------------------- tanh and expm1 on a CPU
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="no C++ compiler")
+AROUND_0 = torch.logspace(-44.8, 2, 100_000, dtype=torch.float64).float()  # from the smallest number on
+GRID = torch.cat([AROUND_0, -AROUND_0, torch.linspace(-1, 1, 300_001), torch.linspace(-100, 100, 100_001)])
+SPECIAL = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, 1e-45, -1e-45, 1e-40, -1e-40, 20, -20, 100, -100, 3e38, -3e38])
+
+
+def units_in_the_last_place(y: torch.Tensor, exact: torch.Tensor) -> float:
+    nearest = exact.float().abs()
+    unit = (torch.nextafter(nearest, torch.tensor(torch.inf)) - nearest).double()
+    return float(((y.double() - exact).abs() / unit).max())
+
+
+@pytest.mark.parametrize(("function", "most"), [(torch.tanh, 4), (torch.expm1, 5)])
+@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=needs_compiler)])
+def test_functions_on_a_cpu(function, most, is_compiled):
+    x = torch.cat([GRID, SPECIAL, torch.tensor([torch.nan])])
+    graph = trace(lambda x: [function(x)], [x])
+    assert any(node.target is getattr(torch.ops.aten, function.__name__).default for node in graph.graph.nodes)
+    run = tracing.compile_graph(graph, [x]) if is_compiled else tracing.for_cpu(graph)
+    (y,) = run(x)
+    exact = function(x.double())
+    assert y[-1].isnan()
+    at_special = slice(len(GRID), -1)
+    assert torch.equal(y[at_special], function(SPECIAL))
+    assert torch.equal(y[at_special].signbit(), SPECIAL.signbit())
+    is_in_range = exact.float().isfinite()
+    assert units_in_the_last_place(y[is_in_range], exact[is_in_range]) <= most
+    if function is torch.tanh:
+        assert y[:-1].abs().max() == 1
+
+
+@needs_compiler
+def test_derivatives_of_tanh_on_a_cpu():
+    """They are computed from its result: f' = 1 − y² ≥ 0, f'' = −2yf'."""
+
+    def derivatives(x):
+        with torch.enable_grad():
+            x.requires_grad_()
+            y = torch.tanh(x)
+            (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+            (second,) = torch.autograd.grad(first.sum(), x)
+        return [first.detach(), second]
+
+    run = tracing.compile_graph(trace(derivatives, [GRID]), [GRID])
+    first, second = run(GRID.clone())
+    y = torch.tanh(GRID.double())
+    exact = 1 - y * y
+    assert first.min() == 0
+    torch.testing.assert_close(first.double(), exact, rtol=0, atol=4e-7)
+    torch.testing.assert_close(second.double(), -2 * y * exact, rtol=0, atol=8e-7)
+
+
+def test_only_float32_has_functions_of_its_own():
+    x = torch.linspace(-3, 3, 101, dtype=torch.float64)
+    graph = trace(lambda x: [torch.tanh(x)], [x])
+    assert torch.equal(tracing.for_cpu(graph)(x)[0], torch.tanh(x))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..bench.command import choose
 from ..compiled import BACKENDS
+from ..errors import NonFiniteError
 from ..lab.experiment import Experiment, option
 from ..lab.plots import Plot, Section, Series, Table
 from ..lab.store import Pause, Result, Run
@@ -87,13 +88,18 @@ def tasks(settings: Settings) -> list[Config]:
         raise ValueError("seeds, steps, step sizes and trust_radius must be positive")
     if settings.humanoid_steps < 0:
         raise ValueError(f"humanoid_steps={settings.humanoid_steps} is negative")
+    if settings.protocol == "cleanrl" and settings.half_value_loss:
+        raise ValueError("half_value_loss is of the paper's protocol; CleanRL's has a value loss of its own")
     if not 0 <= settings.eps < math.inf:
         raise ValueError(f"eps={settings.eps} is out of range")
     steps = {name: (name.startswith("Humanoid") and settings.humanoid_steps) or settings.steps for name in environments}
-    same = ("policy", "protocol", "normalize", "half_value_loss", "truncation", "eps", "trust_radius", "backend")
+    same = ("policy", "protocol", "normalize", "half_value_loss", "truncation", "eps", "backend")
     shared = {name: getattr(settings, name) for name in same}
+    radii: dict[str, dict[str, Any]] = {
+        kind: {"trust_radius": settings.trust_radius} if OPTIMIZERS[kind].is_scaled else {} for kind in kinds
+    }
     cells = itertools.product(range(settings.seeds), environments, algos, kinds, sizes)
-    return [Config(algo, env, kind, size, seed, steps[env], **shared) for seed, env, algo, kind, size in cells]
+    return [Config(algo, env, kind, size, seed, steps[env], **shared, **radii[kind]) for seed, env, algo, kind, size in cells]
 
 
 def work(settings: Settings) -> str:
@@ -123,7 +129,7 @@ def run_together(tasks: Sequence[Config], runs: Sequence[Run], data: Path | None
     """Train agents side by side. Those that an interruption left at other steps go on in groups of their own."""
     groups: dict[int, list[int]] = {}
     for k, run in enumerate(runs):
-        groups.setdefault(run.state["learning"]["steps"] if run.state else 0, []).append(k)
+        groups.setdefault(run.state["learning"]["world"]["steps"] if run.state else 0, []).append(k)
     found: dict[int, Mapping[str, Any]] = {}
     for _, those in sorted(groups.items()):
         values = Training([tasks[k] for k in those], [runs[k] for k in those]).finish()
@@ -157,7 +163,7 @@ class Training:
             is_first = False
             if is_logged:
                 self.log()
-                self.save_sometimes()
+            self.save_sometimes()
         return [self.end(k) for k in range(len(self.runs))]
 
     def log(self) -> None:
@@ -193,7 +199,8 @@ class Training:
 
         save_policy(self.runs[k].directory / "policy.pt", self.learning.policy(k))
         self.scores[k].take(self.worlds.finished[k])
-        rate = None if self.pace.mean is None else self.pace.mean * len(self.runs)
+        taken = sum(self.worlds.steps if at is None else at for at in self.worlds.diverged_at)
+        rate = None if self.pace.mean is None else self.pace.mean * taken / self.worlds.steps
         values = {"diverged_at": self.worlds.diverged_at[k], "steps_per_second": rate, "together": len(self.runs)}
         return {**self.scores[k].values(), **values}
 
@@ -207,8 +214,12 @@ def film(settings: Settings, finished: Mapping[Config, Path]) -> Iterator[str]:
     for task, directory in finished.items():
         path = directory / "video.mp4"
         if task.seed == 0 and not path.exists():
-            (episode,) = film(load_policy(directory), path)
-            yield f"{path}: {task.algo} on {task.env} with {task.optimizer}, a return of {episode.total:.1f}"
+            what = f"{task.algo} on {task.env} with {task.optimizer}"
+            try:
+                (episode,) = film(load_policy(directory), path)
+                yield f"{path}: {what}, a return of {episode.total:.1f}"
+            except NonFiniteError as error:
+                yield f"no video of {what}: {error}"
 
 
 @dataclass

@@ -36,11 +36,12 @@ def run_on_ray(sweep: Sweep, address: str, workers: int) -> None:
     if is_ours:
         own = {"num_cpus": max(1, workers), "include_dashboard": False} if address == "local" else {}
         ray.init(address, log_to_driver=False, logging_level="warning", **own)
+    sweep.divide(cpus(ray))
     work = ray.remote(num_cpus=1, max_retries=0)(work_for_a_while)
     away: dict[Any, tuple[Keys, ExitStack]] = {}  # keys and locks, by what Ray promises
     try:
         while sweep.left or away:
-            most = 1 if sweep.experiment.alone else 2 * max(1, int(ray.cluster_resources().get("CPU", 1)))
+            most = 1 if sweep.experiment.alone else 2 * cpus(ray)
             while sweep.left and len(away) < most:
                 send(sweep, work, away, sweep.left.popleft())
             sweep.show(key for keys, _ in away.values() for key in keys)
@@ -54,6 +55,10 @@ def run_on_ray(sweep: Sweep, address: str, workers: int) -> None:
             held.close()
         if is_ours:
             ray.shutdown()
+
+
+def cpus(ray: Any) -> int:
+    return max(1, int(ray.cluster_resources().get("CPU", 1)))
 
 
 def send(sweep: Sweep, work: Any, away: dict[Any, tuple[Keys, ExitStack]], keys: Keys) -> None:

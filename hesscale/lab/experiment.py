@@ -13,7 +13,7 @@ from typing import Any
 
 from .data import fingerprint
 from .plots import Section
-from .store import Result, Run, Store, Task
+from .store import BusyRun, DamagedRun, Result, Run, Store, Task
 
 PRESETS = ("smoke", "small", "paper")
 
@@ -56,15 +56,27 @@ class Experiment:
         """Do a task, or what is left of it. ``data`` is where the user keeps data sets."""
         self.do_together(store, [task], data, command)
 
-    def do_together(self, store: Store, tasks: Sequence[Task], data: Path | None, command: str = "") -> None:
-        """Do several, at once where that is possible."""
+    def do_together(
+        self, store: Store, tasks: Sequence[Task], data: Path | None, command: str = ""
+    ) -> Sequence[BusyRun | DamagedRun | None]:
+        """Do several, at once where that is possible. Returns for each why it could not even be begun, where there are others."""
+        problems: list[BusyRun | DamagedRun | None] = []
         with ExitStack() as stack:
-            runs = [stack.enter_context(store.open(self.name, task, command)) for task in tasks]
+            runs = []
+            for task in tasks:
+                try:
+                    runs.append(stack.enter_context(store.open(self.name, task, command)))
+                    problems.append(None)
+                except (BusyRun, DamagedRun) as problem:
+                    if len(tasks) == 1:
+                        raise
+                    problems.append(problem)
             left = [run for run in runs if not run.is_finished]
             for run in left:
                 run.reads(self.inputs(run.task, data))
             for run, values in zip(left, self.outcomes(left, data), strict=True):
                 run.finish(values)
+        return problems
 
     def outcomes(self, runs: list[Run], data: Path | None) -> Sequence[Mapping[str, Any]]:
         tasks = [self.task(**run.task) for run in runs]

@@ -1,7 +1,8 @@
 """Tasks of an experiment, done in worker processes or on a Ray cluster, and the settings of a sweep.
 
 What was done before is not done again. A worker that dies takes no other with it, and its task goes on from its checkpoint; a
-task that raises is noted as failed. The numbers are the same wherever a task is done: on one thread.
+task that raises is noted as failed. The numbers are the same wherever a task is done: on one thread, and for those that are
+done together but for rounding.
 """
 
 from __future__ import annotations
@@ -78,20 +79,20 @@ def run_tasks(
         raise ValueError(f"workers is {workers}; it must not be negative")
     if together < 1:
         raise ValueError(f"together is {together}; it must be positive")
-    sweep = Sweep(experiment, store, tasks, data and data.absolute(), command, watch)
-    sweep.divide(min(together, math.ceil(len(sweep.left) / max(workers, 1))))
-    sweep.experiment = portable(experiment)
+    sweep = Sweep(experiment, store, tasks, data and data.absolute(), command, watch, together)
     try:
         if ray is not None:
             from .cluster import run_on_ray
 
             run_on_ray(sweep, ray, workers)
-        elif workers:
-            from .workers import run_in_processes
-
-            run_in_processes(sweep, workers)
         else:
-            run_here(sweep)
+            sweep.divide(max(workers, 1))
+            if workers:
+                from .workers import run_in_processes
+
+                run_in_processes(sweep, workers)
+            else:
+                run_here(sweep)
     except KeyboardInterrupt:
         done = f"{sweep.outcome.finished} of {sweep.total} runs are finished"
         raise Interrupted(f"stopped; {done}, and the same command goes on with the others from their last checkpoints") from None
@@ -110,26 +111,36 @@ class Sweep:
         data: Path | None,
         command: str,
         watch: Callable[[Watched], None] | None,
+        together: int = 1,
     ) -> None:
-        self.experiment, self.store, self.data, self.command, self.watch = experiment, store, data, command, watch
+        self.experiment, self.store, self.data, self.command, self.watch = portable(experiment), store, data, command, watch
         self.tasks = {key_of(experiment.name, task): task for task in tasks}
+        self.kinds = {key: experiment.kind_of(task) for key, task in self.tasks.items()}
+        self.together = together if experiment.run_together is not None else 1
+        self.labels: dict[str, str] = {}
         self.total = len(self.tasks)
         self.deaths: Counter[str] = Counter()
         # those of an entry are done together
         self.left: deque[Keys] = deque((key,) for key in self.tasks if not self.is_finished(key))
         self.outcome = Outcome(finished=self.total - len(self.left))
 
-    def divide(self, together: int) -> None:
-        """Put up to so many tasks of a kind together, as evenly as may be."""
-        if self.experiment.run_together is None or together < 2:
+    def divide(self, workers: int) -> None:
+        """Put up to ``together`` tasks of a kind together, as evenly as may be, with something to do for so many workers.
+
+        Tasks that are finished count too: what an interruption left of a group goes on as a group.
+        """
+        most = min(self.together, math.ceil(self.total / workers))
+        if most < 2:
             return
+        waiting = {key for keys in self.left for key in keys}
         kinds: dict[Hashable, list[str]] = {}
-        for (key,) in self.left:
-            kinds.setdefault(self.experiment.kind_of(self.tasks[key]), []).append(key)
+        for key, kind in self.kinds.items():
+            kinds.setdefault(kind, []).append(key)
         self.left.clear()
         for keys in kinds.values():
-            parts = math.ceil(len(keys) / together)
-            self.left.extend(tuple(keys[len(keys) * i // parts : len(keys) * (i + 1) // parts]) for i in range(parts))
+            parts = math.ceil(len(keys) / most)
+            groups = [keys[len(keys) * i // parts : len(keys) * (i + 1) // parts] for i in range(parts)]
+            self.left.extend(found for group in groups if (found := tuple(key for key in group if key in waiting)))
 
     def is_finished(self, key: str) -> bool:
         return self.store.is_finished(self.experiment.name, self.tasks[key])
@@ -166,9 +177,12 @@ class Sweep:
 
     def label(self, key: str) -> str:
         """Those of its settings that not all tasks have."""
+        if key in self.labels:
+            return self.labels[key]
         task, others = self.tasks[key], self.tasks.values()
         different = [f"{name}={value}" for name, value in task.items() if any(other.get(name) != value for other in others)]
-        return " ".join(different) or self.experiment.name
+        self.labels[key] = " ".join(different) or self.experiment.name
+        return self.labels[key]
 
 
 def portable(experiment: Experiment) -> Experiment:
@@ -183,12 +197,12 @@ def unknown(_: Any) -> Any:
 def attempt(experiment: Experiment, store: Store, tasks: Sequence[Task], data: Path | None, command: str) -> list[str]:
     """Do tasks together. Returns what went wrong with each, if anything did; its run has the traceback."""
     try:
-        experiment.do_together(store, tasks, data, command)
+        problems = experiment.do_together(store, tasks, data, command)
     except Exception as error:
         if len(tasks) > 1:  # which of them it is
             return [attempt(experiment, store, [task], data, command)[0] for task in tasks]
         return [f"{type(error).__name__}: {error}"]
-    return [""] * len(tasks)
+    return [f"{type(problem).__name__}: {problem}" if problem else "" for problem in problems]
 
 
 @contextmanager

@@ -19,7 +19,7 @@ import torch
 from ..errors import NonFiniteError
 from ..lab.files import write_whole
 from .config import Config
-from .networks import Agent, Array, Categorical, Crew, Gaussian
+from .networks import Agent, Array, Categorical, Crew, Gaussian, draws_of
 from .simulation import is_mujoco
 from .wrappers import CLIP, DEFAULT_LENGTH, check_name
 
@@ -181,7 +181,7 @@ def make(policy: Policy, render_mode: str | None = None) -> Any:
 
 def play(policy: Policy, env: Any, seed: int, *, deterministic: bool = True, watch: Callable[[], Any] = lambda: None) -> Episode:
     """One episode; ``watch`` is called at each of its states."""
-    crew, draws = Crew([policy.agent]), np.random.default_rng(seed)
+    crew, draws = Crew([policy.agent]), draws_of(seed)
     limit = (env.spec.max_episode_steps if env.spec else None) or DEFAULT_LENGTH
     raw, _ = env.reset(seed=seed)
     total, length, ended = 0.0, 0, False

@@ -58,6 +58,7 @@ class Algorithm:
         self.is_warm = self.is_cleanrl
         self.twin: Worlds | None = None  # a copy of the first from what was saved, which is to do the same
         self.is_checked = False
+        self.kept: dict[int, dict[str, Any]] = {}  # policies of those that diverged
         self.batch: list[Tensor] = []
         self.metrics: list[dict[str, float]] = [{} for _ in configs]
 
@@ -94,18 +95,30 @@ class Algorithm:
         self.crew.look()
         twin, self.twin = self.twin, None
         rollout = self.worlds.collect(self.crew, self.rollout)
-        if twin is not None and not rollout.begins_like(twin.collect(Crew(self.agents[:1]), self.rollout)):
-            warnings.warn(f"a copy of {self.config.env} goes another way: a run that is resumed will too", stacklevel=2)
+        if twin is not None and 0 in self.worlds.going:
+            self.compare(rollout, twin.collect(Crew(self.agents[:1]), self.rollout))
+        self.keep()
         if not self.worlds.going:
             return
         with self.own_random_numbers():
             self.learn(rollout)
         for k in [k for k in self.worlds.going if self.optimizers[k].nonfinite_steps]:
             self.worlds.stop(k)
+        self.keep()
         if is_logged:
             with torch.no_grad():
                 for k in self.worlds.going:
                     self.metrics[k] = self.measure(k)
+
+    def compare(self, rollout: Rollout, other: Rollout) -> None:
+        if not rollout.begins_like(other):
+            warnings.warn(f"a copy of {self.config.env} goes another way: a run that is resumed will too", stacklevel=3)
+
+    def keep(self) -> None:
+        """Policies of those that diverged, as they were then."""
+        for k, at in enumerate(self.worlds.diverged_at):
+            if at is not None and k not in self.kept:
+                self.kept[k] = self.policy(k)
 
     def anneal(self) -> None:
         """The step size falls to 0."""
@@ -175,26 +188,29 @@ class Algorithm:
         Raises:
             TypeError: if the environment's state cannot be saved.
         """
-        world = self.worlds.state(k)
-        if k == 0 and not self.is_checked:
+        world, optimizer = self.worlds.state(k), self.optimizers[k].state_dict()
+        entries = {i: {name: entry.clone() for name, entry in own.items()} for i, own in optimizer["state"].items()}
+        if k == 0 and not self.is_checked and k in self.worlds.going:
             self.twin, self.is_checked = self.make_worlds([self.config.seed]), True
             self.twin.load(0, world)
         return {
             "world": world,
             **self.policy(k),
-            "optimizer": self.optimizers[k].state_dict(),
+            "optimizer": {**optimizer, "state": entries},  # copies, since each is a view of what all agents have
             "counters": {name: count.clone() for name, count in self.optimizers[k].counters.items()},
             "random_state": self.random_state,
             "shuffle": self.shuffles[k].get_state(),
         }
 
     def policy(self, k: int) -> dict[str, Any]:
-        """What it takes to act like an agent."""
+        """What it takes to act like an agent, as it is or was when it diverged."""
+        if k in self.kept:
+            return self.kept[k]
         return {
             "config": dataclasses.asdict(self.configs[k]),
             "agent": {name: tensor.clone() for name, tensor in self.agents[k].state_dict().items()},
             "seen": self.worlds.seen.state(k),
-            "steps": self.worlds.steps,
+            "steps": self.worlds.steps if (at := self.worlds.diverged_at[k]) is None else at,
         }
 
     def load(self, k: int, state: dict[str, Any]) -> None:
@@ -203,7 +219,10 @@ class Algorithm:
         self.optimizers[k].load_state_dict(state["optimizer"])
         self.optimizers[k].counters.update(state["counters"])
         self.random_state = state["random_state"]
+        self.step, self.is_warm = self.make_step(), self.is_cleanrl  # `again` would go on with what the optimizers had
         self.shuffles[k].set_state(state["shuffle"])
+        self.kept = {}
+        self.keep()
 
 
 def check_alike(configs: Sequence[Config]) -> None:

@@ -150,6 +150,11 @@ class Categorical(Agent):
         return losses.categorical_ppo(self.logits(observations), actions, advantages, old, clip=clip)
 
 
+def draws_of(seed: int) -> np.random.Generator:
+    """Random numbers for actions; gymnasium draws an environment's from ``default_rng(seed)``, and these must not be the same."""
+    return np.random.default_rng([seed, 1])
+
+
 Layers: TypeAlias = list[tuple[Tensor, Tensor]]  # weights (agents, outputs, inputs) and biases (agents, 1, outputs)
 
 

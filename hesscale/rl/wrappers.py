@@ -5,9 +5,12 @@ Each can be saved in the middle of an episode, and goes on from there to the las
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import importlib.util
 import math
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +22,7 @@ import numpy as np
 import torch
 from gymnasium import spaces
 
-from .networks import Array, Crew
+from .networks import Array, Crew, draws_of
 from .saving import restore, snapshot
 from .simulators import environments
 
@@ -99,7 +102,7 @@ class Worlds:
         count, size = len(seeds), math.prod(space.shape)
         self.inputs = size + time_feature
         self.limit = (first.spec.max_episode_steps if first.spec else None) or DEFAULT_LENGTH
-        self.draws = [np.random.default_rng(seed) for seed in seeds]
+        self.draws = [draws_of(seed) for seed in seeds]
         self.seen, self.returns = Moments(count, size), Moments(count, 1)
         self.discounted: Array = np.zeros(count)
         self.steps = 0
@@ -261,6 +264,24 @@ def check_name(name: str) -> None:
 def make(name: str) -> Any:
     check_name(name)
     try:
-        return gymnasium.make(name)
+        with quiet_models(name):
+            return gymnasium.make(name)
     except gymnasium.error.DependencyNotInstalled as error:
         raise ModuleNotFoundError(f"{name} needs more than is installed: {error}") from None
+
+
+@contextlib.contextmanager
+def quiet_models(name: str) -> Iterator[None]:
+    """MuJoCo finds some of gymnasium's models outdated, and says so for each that is made."""
+    spec = gymnasium.registry.get(name)
+    if spec is None or "envs.mujoco" not in str(spec.entry_point) or not importlib.util.find_spec("mujoco"):
+        yield
+        return
+    import mujoco
+
+    before = mujoco.get_mju_user_warning()
+    mujoco.set_mju_user_warning(lambda text: None if "deprecated" in text else warnings.warn(text, stacklevel=2))
+    try:
+        yield
+    finally:
+        mujoco.set_mju_user_warning(before)
