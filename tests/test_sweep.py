@@ -163,6 +163,7 @@ def test_interrupted_in_this_process(tmp_path):
 
 
 DRIVER = """
+import signal
 import sys
 from toy_experiment import EXPERIMENT, Task
 from hesscale.lab.experiment import as_task
@@ -170,6 +171,7 @@ from hesscale.lab.store import Store
 from hesscale.lab.sweep import run_tasks
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which whoever runs tests in the background may have switched off
     tasks = [as_task(Task(seed, steps=120, is_slow=True)) for seed in range(3)]
     run_tasks(EXPERIMENT, Store(sys.argv[1]), tasks, workers=2, data=None, command="hesscale toy")
 """
