@@ -191,6 +191,15 @@ def test_the_paper_s_grid_gives_humanoids_more_steps():
     assert {task.steps for task in same} == {50}
 
 
+def test_all_optimizers_are_compared_whatever_the_trust_radius():
+    """Scores are normalised over all that a section has."""
+    asked = EXPERIMENT.tasks(robustness.Settings(trust_radius=1e-6, step_size="1e-4,1e-3", seeds=1))
+    values = {"mean_return": 1.0, "mean_return_of_episodes": 1.0, "diverged_at": None, "steps_per_second": 1.0}
+    results = [Result(task, {**values, "mean_return": float(k)}, {}, {}) for k, task in enumerate(asked)]
+    (section,) = robustness.sections(results)
+    assert {row[1] for row in section.items[0].rows} == {"Adam", "Scaled Adam", "Scaled AdaHesScale"}
+
+
 def test_tasks_are_those_of_rl():
     shared = {"algo": "a2c", "optimizer": "adam", "step_size": "1e-3,1", "steps": 10, "eps": 1e-8, "half_value_loss": True}
     assert EXPERIMENT.tasks(robustness.Settings(**shared)) == rl.tasks(rl.Settings(**shared))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 from ..lab.plots import Heat, Plot, Section, Series, Table
 from ..lab.store import Result
 from ..vision.problems import PROBLEMS
-from .training import Summary, summary
+from .training import Summary, comparable, summary
 
 OF_METHODS = ("optimizer", "step_size", "seed", "times", "trust_radius")  # what may differ within a section
 SPLITS = ("test", "validation", "train")
@@ -27,12 +26,7 @@ class Trained:
     by_size: dict[float, list[Result]]
 
     def __post_init__(self) -> None:
-        """Keep the seeds that most step sizes have, and the step sizes that have them: not all may be done."""
-        seeds = {size: {result.task.seed for result in results} for size, results in self.by_size.items()}
-        counts = Counter(itertools.chain.from_iterable(seeds.values()))
-        shared = {seed for seed, count in counts.items() if count == max(counts.values())}
-        kept = {size: results for size, results in sorted(self.by_size.items()) if shared <= seeds[size]}
-        self.by_size = {size: [result for result in results if result.task.seed in shared] for size, results in kept.items()}
+        self.by_size = comparable(dict(sorted(self.by_size.items())))
 
     def accuracy(self, size: float) -> float:
         """On the validation split at the end, mean over seeds; 0 for one that diverged."""

@@ -93,13 +93,10 @@ def tasks(settings: Settings) -> list[Config]:
     if not 0 <= settings.eps < math.inf:
         raise ValueError(f"eps={settings.eps} is out of range")
     steps = {name: (name.startswith("Humanoid") and settings.humanoid_steps) or settings.steps for name in environments}
-    same = ("policy", "protocol", "normalize", "half_value_loss", "truncation", "eps", "backend")
+    same = ("policy", "protocol", "normalize", "half_value_loss", "truncation", "eps", "trust_radius", "backend")
     shared = {name: getattr(settings, name) for name in same}
-    radii: dict[str, dict[str, Any]] = {
-        kind: {"trust_radius": settings.trust_radius} if OPTIMIZERS[kind].is_scaled else {} for kind in kinds
-    }
     cells = itertools.product(range(settings.seeds), environments, algos, kinds, sizes)
-    return [Config(algo, env, kind, size, seed, steps[env], **shared, **radii[kind]) for seed, env, algo, kind, size in cells]
+    return [Config(algo, env, kind, size, seed, steps[env], **shared) for seed, env, algo, kind, size in cells]
 
 
 def work(settings: Settings) -> str:

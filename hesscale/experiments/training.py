@@ -171,6 +171,15 @@ def summary(values: Sequence[float]) -> Summary:
     return Summary(statistics.fmean(values), error)
 
 
+def comparable(by_size: Mapping[float, list[Result]]) -> dict[float, list[Result]]:
+    """Of the seeds that most step sizes have, and the step sizes that have them: not all may be done."""
+    seeds = {size: {result.task.seed for result in results} for size, results in by_size.items()}
+    counts = Counter(itertools.chain.from_iterable(seeds.values()))
+    shared = {seed for seed, count in counts.items() if count == max(counts.values())}
+    kept = {size: results for size, results in by_size.items() if shared <= seeds[size]}
+    return {size: [result for result in results if result.task.seed in shared] for size, results in kept.items()}
+
+
 @dataclass
 class Trained:
     """An optimizer's runs by step size."""
@@ -179,12 +188,7 @@ class Trained:
     by_size: dict[float, list[Result]]
 
     def __post_init__(self) -> None:
-        """Keep the seeds that most step sizes have, and the step sizes that have them: not all may be done."""
-        seeds = {size: {result.task.seed for result in results} for size, results in self.by_size.items()}
-        counts = Counter(itertools.chain.from_iterable(seeds.values()))
-        shared = {seed for seed, count in counts.items() if count == max(counts.values())}
-        kept = {size: results for size, results in self.by_size.items() if shared <= seeds[size]}
-        self.by_size = {size: [result for result in results if result.task.seed in shared] for size, results in kept.items()}
+        self.by_size = comparable(self.by_size)
 
     def loss(self, size: float) -> float:
         """On the validation split at the end, mean over seeds; infinite if one diverged."""
