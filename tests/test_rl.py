@@ -680,7 +680,7 @@ def test_unknown_names_are_refused_with_close_ones():
         (rl.Settings(algo="dqn"), "no algorithm is called 'dqn'; there are a2c, ppo"),
         (rl.Settings(optimizer="sgd"), "no optimizer is called 'sgd'"),
         (rl.Settings(protocol="mine"), "protocol='mine' is not one of paper, cleanrl"),
-        (rl.Settings(step_size="x"), "numbers separated by commas, not 'x'"),
+        (rl.Settings(step_size="x"), "a number, not 'x'"),
         (rl.Settings(steps=0), "must be positive"),
         (rl.Settings(eps=-1.0), "eps=-1.0 is out of range"),
         (rl.Settings(truncation="ignore"), "truncation='ignore' is not one of bootstrap, terminate"),
@@ -688,6 +688,11 @@ def test_unknown_names_are_refused_with_close_ones():
     ):
         with pytest.raises(ValueError, match=message):
             rl.tasks(settings)
+
+
+def test_an_optimizer_may_have_a_step_size_of_its_own():
+    asked = rl.tasks(rl.Settings(optimizer="adam,adahesscale@1e-4", step_size="3e-4,1e-3", seeds=1))
+    assert [(task.optimizer, task.step_size) for task in asked] == [("adam", 3e-4), ("adam", 1e-3), ("adahesscale", 1e-4)]
 
 
 @pytest.mark.parametrize(

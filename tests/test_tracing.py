@@ -69,6 +69,43 @@ def test_random_numbers_are_the_same_for_both():
     tracing.checked(lambda graph, tensors, options: lambda *given: graph(*given), trace(noisy, [x]), [x], {})
 
 
+def test_tf32_is_off_while_code_is_checked_and_comes_back(monkeypatch):
+    kinds = torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn
+    before, seen = [kind.fp32_precision for kind in kinds], []
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+
+        def compiler(graph, tensors, options):
+            def run(*given):
+                seen.extend(kind.fp32_precision for kind in kinds)
+                return graph(*given)
+
+            return run
+
+        tensors = [torch.randn(20), torch.randn(20)]
+        tracing.checked(compiler, trace(double_in_place, tensors), tensors, {})
+        assert seen == ["ieee"] * 3
+        assert [kind.fp32_precision for kind in kinds] == ["tf32", *before[1:]]
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before[0]
+
+
+def test_rounding_to_16_bits_is_no_difference_and_a_factor_is():
+    def coarse(x):
+        return [(x.bfloat16() * 1.7).float()]
+
+    def compiler(factor):
+        return lambda graph, tensors, options: lambda x: [x * 1.7 * factor]
+
+    x = torch.randn(1000)
+    graph = trace(coarse, [x])
+    tracing.checked(compiler(1), graph, [x], {})
+    for factor in (1.2, torch.nan):
+        with pytest.raises(RuntimeError, match="other numbers"):
+            tracing.checked(compiler(factor), graph, [x], {})
+    assert not tracing.is_roughly_same(torch.tensor([3]), torch.tensor([4]), 1.0)
+
+
 def test_rounding_is_no_difference():
     a = torch.tensor([1.0, 2.0, 1e-12])
     assert is_same(a, a + torch.tensor([1e-6, 1e-6, 1e-9]), 2.0)

@@ -20,6 +20,7 @@ from ..lab.experiment import Experiment, option
 from ..lab.plots import Plot, Section, Series, Table
 from ..lab.store import Pause, Result, Run
 from ..rl.config import OPTIMIZERS, OWN, POLICIES, PROTOCOLS, TRUNCATIONS, Config
+from ._methods import HELP, methods
 from .training import Summary, summary
 
 if TYPE_CHECKING:
@@ -35,8 +36,8 @@ CHECKPOINT_SECONDS = 20.0
 class Settings:
     algo: str = option("ppo", f"separated by commas: {', '.join(ALGORITHMS)}")
     env: str = option("CartPole-v1", "gymnasium's names, separated by commas; actions may be discrete or continuous")
-    optimizer: str = option("adam,adahesscale", f"separated by commas: {', '.join(OPTIMIZERS)}")
-    step_size: str = option("3e-4", "separated by commas")
+    optimizer: str = option("adam,adahesscale", f"{HELP}: {', '.join(OPTIMIZERS)}")
+    step_size: str = option("3e-4", "separated by commas, where @ gives none")
     seeds: int = option(2, "of networks, environment and actions")
     steps: int = option(30_000, "of the environment, rounded up to whole rollouts")
     humanoid_steps: int = option(0, "of Humanoid and HumanoidStandup; 0: as many as elsewhere")
@@ -73,19 +74,15 @@ def tasks(settings: Settings) -> list[Config]:
     from ..rl.wrappers import check_name
 
     algos = choose(settings.algo, {name: name for name in ALGORITHMS}, "algorithm")
-    kinds = choose(settings.optimizer, {name: name for name in OPTIMIZERS}, "optimizer")
+    pairs = methods(settings.optimizer, settings.step_size, OPTIMIZERS)
     environments = list(dict.fromkeys(name.strip() for name in settings.env.split(",") if name.strip()))
     for name in environments:
         check_name(name)
-    try:
-        sizes = list(dict.fromkeys(float(size) for size in settings.step_size.split(",")))
-    except ValueError:
-        raise ValueError(f"step_size has numbers separated by commas, not {settings.step_size!r}") from None
     for name, known in CHOICES.items():
         if getattr(settings, name) not in known:
             raise ValueError(f"{name}={getattr(settings, name)!r} is not one of {', '.join(known)}")
-    if min(settings.seeds, settings.steps) < 1 or not all(0 < size < math.inf for size in [*sizes, settings.trust_radius]):
-        raise ValueError("seeds, steps, step sizes and trust_radius must be positive")
+    if min(settings.seeds, settings.steps) < 1 or not 0 < settings.trust_radius < math.inf:
+        raise ValueError("seeds, steps and trust_radius must be positive")
     if settings.humanoid_steps < 0:
         raise ValueError(f"humanoid_steps={settings.humanoid_steps} is negative")
     if settings.protocol == "cleanrl" and settings.half_value_loss:
@@ -95,8 +92,8 @@ def tasks(settings: Settings) -> list[Config]:
     steps = {name: (name.startswith("Humanoid") and settings.humanoid_steps) or settings.steps for name in environments}
     same = ("policy", "protocol", "normalize", "half_value_loss", "truncation", "eps", "trust_radius", "backend")
     shared = {name: getattr(settings, name) for name in same}
-    cells = itertools.product(range(settings.seeds), environments, algos, kinds, sizes)
-    return [Config(algo, env, kind, size, seed, steps[env], **shared) for seed, env, algo, kind, size in cells]
+    cells = itertools.product(range(settings.seeds), environments, algos, pairs)
+    return [Config(algo, env, kind, size, seed, steps[env], **shared) for seed, env, algo, (kind, size) in cells]
 
 
 def work(settings: Settings) -> str:

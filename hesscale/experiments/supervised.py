@@ -16,6 +16,7 @@ from ..vision.config import OPTIMIZERS, Task, companions
 from ..vision.members import PRECISIONS
 from ..vision.problems import ACTIVATIONS, PADDINGS, PROBLEMS
 from ..vision.trainer import run, run_together
+from ._methods import HELP, methods
 from ._supervised_figures import sections
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -25,9 +26,7 @@ PAPER = ("sgd", "adam", "adahessian", "bl89", "ggnmc", "adahesscale", "adahessca
 @dataclass(frozen=True)
 class Settings:
     task: str = option("digits-mlp", f"separated by commas: {', '.join(PROBLEMS)}")
-    optimizer: str = option(
-        ",".join(PAPER), f"separated by commas, each with a step size of its own after @: {', '.join(OPTIMIZERS)}"
-    )
+    optimizer: str = option(",".join(PAPER), f"{HELP}: {', '.join(OPTIMIZERS)}")
     step_size: str = option(
         "1e-5,1e-4,1e-3,1e-2,1e-1,1", "to choose from by accuracy on the validation split, where @ gives none"
     )
@@ -56,15 +55,15 @@ PRESETS = {
 
 def tasks(settings: Settings) -> list[Task]:
     problems = choose(settings.task, {name: name for name in PROBLEMS}, "task")
-    pairs = methods(settings)
+    pairs = methods(settings.optimizer, settings.step_size, OPTIMIZERS)
     known = {"activation": ACTIVATIONS, "padding": PADDINGS, "precision": PRECISIONS, "device": DEVICES}
     for name, values in {**known, "backend": ("auto", *BACKENDS)}.items():
         if getattr(settings, name) not in values:
             raise ValueError(f"{name}={getattr(settings, name)!r} is not one of {', '.join(values)}")
     if min(settings.seeds, settings.sgd_epochs, settings.evaluate_every) < 1 or min(settings.epochs, settings.batch) < 0:
         raise ValueError("seeds, sgd_epochs and evaluate_every must be positive, epochs and batch positive or 0")
-    if not all(0 < size < math.inf for size in (settings.trust_radius, *[size for _, size in pairs])):
-        raise ValueError("step sizes and trust_radius must be positive")
+    if not 0 < settings.trust_radius < math.inf:
+        raise ValueError(f"trust_radius={settings.trust_radius} must be positive")
     if not (0 <= settings.l2 < math.inf and 0 <= settings.eps < math.inf):
         raise ValueError(f"l2={settings.l2} or eps={settings.eps} is out of range")
     device = settings.device
@@ -92,22 +91,6 @@ def tasks(settings: Settings) -> list[Task]:
         )
         for name, (optimizer, size), seed in itertools.product(problems, pairs, range(settings.seeds))
     ]
-
-
-def methods(settings: Settings) -> list[tuple[str, float]]:
-    """Optimizers with each of their step sizes."""
-    found: dict[tuple[str, float], None] = {}
-    for text in filter(str.strip, settings.optimizer.split(",")):
-        name, _, own = text.strip().partition("@")
-        choose(name, OPTIMIZERS, "optimizer")
-        for size in [own] if own else settings.step_size.split(","):
-            try:
-                found[name, float(size)] = None
-            except ValueError:
-                raise ValueError(f"a step size is a number, not {size!r}; several are separated by commas") from None
-    if not found:
-        raise ValueError("no optimizer is asked for")
-    return list(found)
 
 
 def work(settings: Settings) -> str:

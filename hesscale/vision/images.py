@@ -20,6 +20,7 @@ PAD = 2
 BRIGHTNESS, CONTRAST, SATURATION = range(3)
 FACTORS = ((1 - 63 / 255, 1 + 63 / 255), (0.2, 1.8), (0.5, 1.5))  # of these, from and to
 ORDERS = tuple(itertools.permutations(range(3)))
+UNIFORM = 7  # numbers in [0, 1) by which an image is changed
 GREY = (0.299, 0.587, 0.114)
 
 
@@ -81,7 +82,7 @@ class Draws(NamedTuple):
 
     Attributes:
         image: (steps, batch), the number of each image, which comes at most once.
-        uniform: (steps, batch, 7), in [0, 1), for what :func:`augmented` does to it.
+        uniform: (steps, batch, UNIFORM), in [0, 1), for what :func:`augmented` does to it.
     """
 
     image: Tensor
@@ -95,7 +96,7 @@ def draw(count: int, batch: int, seed: int, epoch: int) -> Draws:
     generator = torch.Generator().manual_seed(number_of("images", seed, epoch))
     steps = count // batch
     image = torch.randperm(count, generator=generator, device="cpu")[: steps * batch].view(steps, batch)
-    return Draws(image, torch.rand(steps, batch, 7, generator=generator, device="cpu"))
+    return Draws(image, torch.rand(steps, batch, UNIFORM, generator=generator, device="cpu"))
 
 
 def number_of(*parts: object) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..compiled import CompiledStep, compile_step
 from ..ensembles import ensemble
 from ..optim import CurvatureOptimizer
-from .images import Draws, Images, Split, augmented
+from .images import UNIFORM, Draws, Images, Split, augmented
 
 PRECISIONS = ("float32", "tf32", "bf16")
 WARM_UP = 4  # steps until one runs as all later ones do: in eager mode, compiled, captured
@@ -81,11 +81,11 @@ class Members:
 
     def warm_up(self) -> None:
         """Compile the step by taking some, and begin anew."""
-        some = torch.arange(self.batch, device=self.device).expand(len(self.models), self.batch)
-        x, y = self.images.inputs(self.images.train.images[some]), self.images.train.labels[some]
+        some = torch.arange(self.batch, device=self.device).expand(1, len(self.models), self.batch)
+        x, y = self.batches(Draws(some, torch.zeros(*some.shape, UNIFORM, device=self.device)))
         with self.running():
             for _ in range(WARM_UP):
-                self.step(*self.shares(x), *self.shares(y))
+                self.step(*self.shares(x[0]), *self.shares(y[0]))
         for k in range(len(self.models)):
             self.load(k, None)
 
