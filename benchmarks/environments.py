@@ -11,9 +11,7 @@ Seconds are those of the processor, which depend less on what else the machine d
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
-import json
 import random
 import statistics
 import sys
@@ -22,7 +20,6 @@ import unittest.mock
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +27,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent.parent))  # from a checkout that is not installed, too
 
 import numpy as np
+from records import header, made_by, save
 
 try:
     import gymnasium
@@ -42,8 +40,6 @@ except ModuleNotFoundError as error:
 from hesscale.bench.measure import digits, message, quartiles, ratios, silence
 from hesscale.bench.methods import LeftOut
 from hesscale.bench.report import table
-from hesscale.lab.files import write_whole
-from hesscale.lab.machine import commit, machine
 from hesscale.rl.robots import ROBOTS
 from hesscale.rl.simulators import environments
 
@@ -58,7 +54,6 @@ ENVIRONMENTS = (
     "InvertedDoublePendulum-v5",
 )
 COUNTS = (1, 16, 64)
-PACKAGES = ("gymnasium", "mujoco", "envpool", "stable_baselines3", "numpy")  # whose versions numbers may depend on
 MOST_STEPS = 1000  # of an environment in a block: as long as the longest episode
 STATE = mujoco.mjtState.mjSTATE_FULLPHYSICS.value
 
@@ -405,12 +400,6 @@ def page(found: Mapping[str, Any]) -> str:
     )
 
 
-def made_by(found: Mapping[str, Any]) -> str:
-    m = found["machine"]
-    versions = ", ".join(f"{package} {m[package]}" for package in ("torch", *PACKAGES) if package in m)
-    return f"Written by `{found['command']}`\n({m['cpu']}, one core; {versions}; commit {found['commit']})."
-
-
 def speeds(found: Mapping[str, Any]) -> str:
     counts = found["counts"]
     body, notes = [], []
@@ -444,23 +433,6 @@ def shares(found: Mapping[str, Any]) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------------------ command
-
-
-def header(script: str, arguments: Sequence[str] | None) -> dict[str, Any]:
-    """What a record begins with."""
-    found = machine()
-    for package in PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
-    given = sys.argv[1:] if arguments is None else arguments
-    return {"command": " ".join([f"python benchmarks/{script}", *given]), "machine": found, "commit": commit()}
-
-
-def save(stem: Path, found: Mapping[str, Any], text: str) -> None:
-    """The record and its page, each whole or not at all."""
-    write_whole(stem.with_suffix(".json"), lambda path: path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8"))
-    write_whole(stem.with_suffix(".md"), lambda path: path.write_text(text, encoding="utf-8"))
-    print(f"{text}\nWrote {stem}.json and .md.")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -24,7 +24,8 @@ if __name__ == "__main__":
 
 import gymnasium
 import torch
-from environments import header, interleaved, made_by, save
+from environments import interleaved
+from records import header, made_by, save
 
 from hesscale.bench.measure import digits, message, quartiles, ratios, silence
 from hesscale.bench.methods import LeftOut

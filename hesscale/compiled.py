@@ -222,11 +222,11 @@ class Graph:
         except CannotTrace as error:
             self.give_up(f"it cannot be traced: {error}")
             return
-        self.mode, self.run = "traced", graph
+        self.mode, self.run = "traced", self.subject.arranged(graph)
         self.cuda_graph = self.cuda_graph and self.backend == "inductor" and own[0].is_cuda
         if self.backend == "inductor":
             try:
-                self.run = compile_graph(graph, arguments)
+                self.run = self.subject.arranged(compile_graph(graph, self.subject.example(arguments)))
                 self.mode = "compiled"
             except Exception as error:  # whatever went wrong in the compiler, the graph is right
                 self.cuda_graph, self.reason = False, f"TorchInductor cannot compile it: {first_line(error)}"

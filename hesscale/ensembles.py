@@ -15,7 +15,7 @@ from .holdings import pointers
 from .optim import CurvatureOptimizer
 from .options import Option, number_dtype
 from .shapes import CONSTANTS, Shape
-from .subject import CIRCUMSTANCES, Layout, Subject
+from .subject import CIRCUMSTANCES, Layout, Run, Subject
 from .tracing import functional, trace
 
 
@@ -25,6 +25,7 @@ def ensemble(
     optimizers: Sequence[torch.optim.Optimizer],
     *,
     batch_dims: int | Sequence[int | None] | None = 0,
+    how: str = "vmap",
     backend: str = "inductor",
     cuda_graph: bool = True,
     **options: Any,
@@ -34,7 +35,7 @@ def ensemble(
     Member k becomes what :func:`hesscale.compile_step` would make of ``models[k]`` and ``optimizers[k]`` alone, but for random
     numbers such as dropout's. Members have the same architecture and kind of optimizer; numbers among their options (step size,
     trust radius, betas …) may differ, and change later. The models stay usable: their parameters and buffers, and the
-    optimizers' state, become views of tensors that hold those of all members.
+    optimizers' state, become views of tensors that hold those of all members, where these are mapped.
 
     A member whose gradients or curvature are not finite stands still for that step, whatever its ``on_nonfinite`` says; its
     ``nonfinite_steps`` counts. The others go on.
@@ -45,6 +46,9 @@ def ensemble(
         optimizers: one per member.
         batch_dims: the dimension of the batch's tensors that numbers the members, or None for a tensor that all share; one for
             each tensor, or one for all.
+        how: ``"vmap"``, one graph whose tensors have a dimension for the members: fastest for small networks, whose kernels take
+            longer to start than to run. ``"abreast"``, the graph of one member, run for each of them, on a GPU side by side: for
+            convolutions, which vmap makes slow; compiles faster, and a member is bit for bit what it would be alone.
         backend, cuda_graph, options: as in :func:`hesscale.compile_step`.
 
     Example:
@@ -59,8 +63,10 @@ def ensemble(
     """
     if not models or len(models) != len(optimizers):
         raise ValueError(f"an ensemble has one optimizer per model, at least one; there are {len(models)} and {len(optimizers)}")
+    if how not in HOW:
+        raise ValueError(f"how={how!r} is not one of {', '.join(map(repr, HOW))}")
     members = [Subject(model, loss_fn, optimizer, options) for model, optimizer in zip(models, optimizers, strict=True)]
-    return Ensemble(Members(members, batch_dims), backend, cuda_graph)
+    return Ensemble(HOW[how](members, batch_dims), backend, cuda_graph)
 
 
 class Ensemble(CompiledStep):
@@ -229,12 +235,70 @@ class Members:
         dims = (*[0] * own, *self.dims(shape.tensors))
         return trace(torch.func.vmap(graph, in_dims=dims, randomness="different"), tensors)
 
+    def example(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        return tensors
+
+    def arranged(self, run: Run) -> Run:
+        return run
+
     def note_step(self, etas: Sequence[Tensor]) -> None:
         """Take note of a step that a graph has made; members that stood still in it count it too."""
         parts = [eta.unbind() for eta in etas]
         for k, member in enumerate(self.members):
             member.note_step([part[k] for part in parts])
         self.align()
+
+
+class Abreast(Members):
+    """Members that run the same code, each on its own tensors."""
+
+    def own_tensors(self, layout: Layout) -> list[Tensor]:
+        return [tensor for member in self.members for tensor in member.own_tensors(layout)]
+
+    def number_tensors(self) -> list[Tensor]:
+        return [tensor for member in self.members for tensor in member.number_tensors()]
+
+    def trace(self, layout: Layout, shape: Shape, tensors: Sequence[Tensor]) -> GraphModule:
+        """The first member's step."""
+        self.own = len(self.first.own_tensors(layout))
+        return self.first.trace(layout, shape, self.example(tensors))
+
+    def example(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return self.share(tensors, 0)
+
+    def share(self, tensors: Sequence[Tensor], k: int) -> list[Tensor]:
+        """What a step of member k takes."""
+        count, numbers = len(self.members), len(self.first.numbers.changing)
+        ends = count * self.own, count * (self.own + numbers)
+        own, found, batch = tensors[: ends[0]], tensors[ends[0] : ends[1]], tensors[ends[1] :]
+        return [*own[k * self.own : (k + 1) * self.own], *found[k * numbers : (k + 1) * numbers], *self.part(batch, k)]
+
+    def arranged(self, run: Run) -> Run:
+        streams = [torch.cuda.Stream() for _ in self.members[1:]] if self.first.parameters()[0].is_cuda else []
+
+        def steps(*given: Tensor) -> list[Tensor]:
+            shares = [self.share(given, k) for k in range(len(self.members))]
+            found = side_by_side(run, shares, streams) if streams else [run(*share) for share in shares]
+            return [torch.stack(column) for column in zip(*found, strict=True)]
+
+        return steps
+
+
+def side_by_side(run: Run, shares: Sequence[Sequence[Tensor]], streams: Sequence[torch.cuda.Stream]) -> list[Sequence[Tensor]]:
+    """Run the first here and each of the others on a stream of its own, which begins where this one is, and is waited for."""
+    here = torch.cuda.current_stream()
+    found = []
+    for share, stream in zip(shares, [here, *streams], strict=True):
+        if stream is not here:
+            stream.wait_stream(here)
+        with torch.cuda.stream(stream):
+            found.append(run(*share))
+    for stream in streams:
+        here.wait_stream(stream)
+    return found
+
+
+HOW: dict[str, type[Members]] = {"vmap": Members, "abreast": Abreast}
 
 
 def member_glance(member: Subject) -> list[object]:

@@ -51,6 +51,9 @@ class Layout(NamedTuple):
     counters: list[str]
 
 
+Run = Callable[..., Sequence[Tensor]]  # a step as code
+
+
 class Trained(Protocol):
     """What :func:`hesscale.compile_step` needs to know of what it trains."""
 
@@ -65,6 +68,8 @@ class Trained(Protocol):
     def own_tensors(self, layout: Layout) -> list[Tensor]: ...
     def number_tensors(self) -> list[Tensor]: ...
     def trace(self, layout: Layout, shape: Shape, tensors: Sequence[Tensor]) -> GraphModule: ...
+    def example(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]: ...
+    def arranged(self, run: Run) -> Run: ...
 
 
 CIRCUMSTANCES = (
@@ -343,6 +348,14 @@ class Subject:
     def trace(self, layout: Layout, shape: Shape, tensors: Sequence[Tensor]) -> GraphModule:
         """The step as a graph over own tensors, numbers and those of a batch, which returns the loss and η."""
         return trace(lambda *given: self.step_on(layout, shape, given), tensors)
+
+    def example(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Of the tensors that a step is given, those that its graph takes."""
+        return tensors
+
+    def arranged(self, run: Run) -> Run:
+        """The step, of code for its graph."""
+        return run
 
     def step_on(self, layout: Layout, shape: Shape, given: Sequence[Tensor]) -> list[Tensor]:
         """One step on stand-ins for the tensors of the subject, and for a batch."""

@@ -12,12 +12,25 @@ from torch.nn import functional as F
 from torch.optim import lr_scheduler
 
 import hesscale
+from hesscale.ensembles import HOW, side_by_side
 from hesscale.errors import CompileWarning
-from hesscale.func import ensemble
+from hesscale.func import ensemble as any_ensemble
 
 pytestmark = pytest.mark.usefixtures("double_precision")
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 MEMBERS = 4
+chosen = {}
+
+
+@pytest.fixture(params=HOW, autouse=True)
+def how(request, monkeypatch):
+    """Every test, in each way to run members together."""
+    monkeypatch.setitem(chosen, "how", request.param)
+    return request.param
+
+
+def ensemble(*given, **options):
+    return any_ensemble(*given, **{**chosen, **options})
 
 
 def network():
@@ -157,6 +170,61 @@ def test_convolutions_and_dropout():
 @pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="no C++ compiler")
 def test_compiled_convolutions():
     train_images(nn.ELU, backend="inductor").check("compiled")
+
+
+@pytest.mark.parametrize("make", [ada, lambda params, k: hesscale.AdaHesScale(params, lr=0.1 * (k + 1), trust_radius=1e-3)])
+def test_members_abreast_are_the_same_to_the_last_bit(make):
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.Conv2d(2, 3, 3), nn.ELU(), nn.Flatten(), nn.Linear(27, 3)).float() for _ in range(3)]
+    copies = copy.deepcopy(models)
+    optimizers, alone = ([make(m.parameters(), k) for k, m in enumerate(those)] for those in (models, copies))
+    step = any_ensemble(models, loss_fn, optimizers, how="abreast", backend="traced")
+    steps = [hesscale.compile_step(m, loss_fn, o, backend="traced") for m, o in zip(copies, alone, strict=True)]
+    for _ in range(5):
+        x, y = torch.randn(3, 4, 2, 5, 5, dtype=torch.float32), torch.randint(0, 3, (3, 4))
+        losses = step(x, y)
+        assert torch.equal(losses, torch.stack([each(x[k], y[k]) for k, each in enumerate(steps)]))
+    for model, other in zip(models, copies, strict=True):
+        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+    assert [o.scaled_share for o in optimizers] == [o.scaled_share for o in alone]
+
+
+def test_streams_begin_where_the_current_one_is_and_are_waited_for(monkeypatch):
+    told, current = [], []
+
+    class Stream:
+        def __init__(self, name):
+            self.name = name
+
+        def wait_stream(self, other):
+            told.append(f"{self.name} waits for {other.name}")
+
+        def __enter__(self):
+            current.append(self)
+
+        def __exit__(self, *_):
+            current.pop()
+
+    here, streams = Stream("here"), [Stream("a"), Stream("b")]
+    current.append(here)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+
+    def run(k):
+        told.append(f"{k} on {current[-1].name}")
+        return [torch.tensor(k)]
+
+    assert side_by_side(run, [[0], [1], [2]], streams) == [[0], [1], [2]]
+    assert told == [
+        *("0 on here", "a waits for here", "1 on a", "b waits for here", "2 on b"),
+        *("here waits for a", "here waits for b"),
+    ]
+
+
+def test_ways_that_do_not_exist():
+    model = network()
+    with pytest.raises(ValueError, match="how='along' is not one of 'vmap', 'abreast'"):
+        any_ensemble([model], loss_fn, [ada(model.parameters())], how="along")
 
 
 def test_an_ensemble_of_one():

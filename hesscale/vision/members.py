@@ -68,10 +68,11 @@ class Members:
             if isinstance(optimizer, CurvatureOptimizer):
                 optimizer.watch.on_nonfinite = "skip"
         self.initial = [[p.detach().clone() for p in model.parameters()] for model in models]
+        has_convolutions = any(isinstance(module, nn.Conv2d) for module in models[0].modules())
         self.step: CompiledStep = (
             compile_step(models[0], loss_of, optimizers[0], backend=backend)
             if len(models) == 1
-            else ensemble(models, loss_of, optimizers, backend=backend)
+            else ensemble(models, loss_of, optimizers, how="abreast" if has_convolutions else "vmap", backend=backend)
         )
 
     @property
