@@ -16,7 +16,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,13 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from hesscale.bench.workloads import mlp
 from hesscale.errors import NonFiniteError
-from hesscale.experiments._learning import OPTIMIZERS as KNOWN
-from hesscale.experiments._learning import batches, measure, network, take_step
 from hesscale.lab.files import write_whole
+from hesscale.lab.store import seeded
+from hesscale.optim import BL89, GGNMC, AdaHesScale, AdaHesScaleGN, AdaHessian, Adam
 
 Maker = Callable[..., torch.optim.Optimizer]  # of parameters, a step size and, where it draws, a generator
 
@@ -40,7 +42,20 @@ BATCH, TRAIN, VALIDATION = 64, 1088, 354  # 17 whole batches an epoch; the other
 MEASURE_EVERY = 5
 FIRST_TUNING_SEED = 1000  # apart from the seeds that are reported
 
-OPTIMIZERS: dict[str, Maker] = {kind.label: kind.make for kind in KNOWN.values()}
+some = functools.partial
+OPTIMIZERS: dict[str, Maker] = {
+    "AdaHesScale": AdaHesScale,
+    "AdaHesScaleGN": AdaHesScaleGN,
+    "Adam": torch.optim.Adam,
+    "AdaHessian": AdaHessian,
+    "GGN-MC, 1 draw": GGNMC,
+    "GGN-MC, 16 draws": some(GGNMC, num_samples=16),
+    "BL89": BL89,
+    "Scaled Adam, Δ = 1e-4": some(Adam, trust_radius=1e-4),
+    "Scaled Adam, Δ = 1e-8": some(Adam, trust_radius=1e-8),
+    "Scaled AdaHesScale, Δ = 1e-4": some(AdaHesScale, trust_radius=1e-4),
+    "Scaled AdaHesScale, Δ = 1e-8": some(AdaHesScale, trust_radius=1e-8),
+}
 DRAWING = ("AdaHessian", "GGN-MC, 1 draw", "GGN-MC, 16 draws")
 STYLES = {
     "AdaHesScale": ("#1f5a96", "-"),
@@ -77,6 +92,40 @@ class Run:
     def steps_to(self, target: float) -> int | None:
         """The first measured step with a training loss of at most ``target``."""
         return next((i * MEASURE_EVERY for i, loss in enumerate(self.losses) if loss <= target), None)
+
+
+def network(inputs: int, width: int, layers: int, outputs: int, seed: int) -> nn.Sequential:
+    """A tanh network as nn.Linear initializes it, by ``seed`` alone."""
+    with seeded(seed):
+        return mlp(inputs, width, layers, outputs)
+
+
+def batches(count: int, size: int, seed: int) -> Iterator[Tensor]:
+    """Indices of batches without end, each of ``count`` images at most once in an epoch."""
+    if count < size:
+        raise ValueError(f"a batch of {size} cannot be had from {count} images")
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield from (batch for batch in torch.randperm(count, generator=generator).split(size) if len(batch) == size)
+
+
+def take_step(model: nn.Module, optimizer: Any, images: Tensor, labels: Tensor) -> None:
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(images), labels)
+    if hasattr(optimizer, "backward"):
+        optimizer.backward(loss)
+    else:
+        loss.backward()
+    optimizer.step()
+
+
+@torch.no_grad()
+def measure(model: nn.Module, split: tuple[Tensor, Tensor], most: int | None = None) -> tuple[float, float]:
+    """Loss, infinite if it is not a number, and accuracy, on the first ``most`` images or all."""
+    images, labels = split[0][:most], split[1][:most]
+    outputs = model(images)
+    loss = float(F.cross_entropy(outputs, labels))
+    return loss if math.isfinite(loss) else math.inf, float((outputs.argmax(1) == labels).double().mean())
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

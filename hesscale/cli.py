@@ -129,12 +129,13 @@ def report(
     where: Annotated[Path, typer.Option("--runs", help="where runs are kept")] = RUNS,
     out: Annotated[Path, typer.Option("--out", help="folder for the page, its figures and tables")] = Path("out/report"),
     page: Annotated[bool, typer.Option("--page/--no-page", help="the page itself, which holds a library of 4 MB")] = True,
+    everything: Annotated[bool, typer.Option("--all", help="every run that is finished, not those of the last command")] = False,
 ) -> None:
     """Write one page with the figures, tables, settings and commands of what was run last."""
     from .lab.report import report as write
 
     try:
-        path = write(Store(where), names or [], out, page)
+        path = write(Store(where), names or [], out, page, everything)
     except (ValueError, DamagedRun) as error:
         raise typer.BadParameter(str(error)) from None
     Console().print(f"wrote {path}", highlight=False, soft_wrap=True)
@@ -147,7 +148,7 @@ def demo(
 ) -> None:
     """In two minutes: how good the diagonals are, how optimizers that use them learn, and the report of both."""
     started = time.perf_counter()
-    names = ["quality", "training"]
+    names = ["quality", "supervised"]
     for name in names:
         settings = settings_of(EXPERIMENTS[name], "small", {})
         tasks = tasks_of(EXPERIMENTS[name], [settings])
@@ -189,7 +190,7 @@ def rl_eval(
     video: Annotated[Path | None, typer.Option("--video", help="file (.mp4) to show the first episode in")] = None,
 ) -> None:
     """Play episodes with a learned policy, as it is."""
-    from .experiments.training import summary
+    from .lab.statistics import summary
     from .rl.config import OPTIMIZERS
     from .rl.evaluate import evaluate, film, load_policy
 

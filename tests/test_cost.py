@@ -30,7 +30,7 @@ def test_the_papers_setting():
     assert [(t.sweep, t.size) for t in asked] == [("outputs", 2**k) for k in range(4, 10)] + [("layers", 2**k) for k in range(8)]
     assert {t.rounds for t in asked} == {30}
     assert asked[0].methods == "sgd,adam,adahesscale,adahesscale-gn,adahessian,ggnmc,bl89,exact-ggn,exact-h"
-    assert EXPERIMENT.alone
+    assert EXPERIMENT.is_alone(map(as_task, asked))
     assert EXPERIMENT.work(EXPERIMENT.presets["paper"]).startswith("14 networks, 9 methods, 30 rounds of 20 ms")
 
 

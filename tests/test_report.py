@@ -362,6 +362,20 @@ class TestReport:
         assert {"commit", "machine", "when"} <= found.keys()
         assert 'class="problem"' not in (tmp_path / "out" / "index.html").read_text()
 
+    def test_everything_that_is_finished(self, store, tmp_path):
+        for seed, command in ((1, "hesscale squares --seeds 1"), (2, "hesscale squares"), (3, "hesscale squares")):
+            self.experiment.do(store, as_task(Task(seed)), None, command)
+        unasked = self.summary(store, tmp_path, ["squares"])["squares"]
+        assert sorted(unasked["command"].splitlines()) == ["hesscale squares", "hesscale squares --seeds 1"]
+        assert unasked["runs"] == "3 of 3 runs finished."
+        self.ask(store, 1, 4)
+        assert self.summary(store, tmp_path)["squares"]["runs"] == "1 of 2 runs finished; 1 not started."
+        report(store, ["squares"], tmp_path / "all", page=False, everything=True)
+        text = (tmp_path / "all" / "tables.md").read_text()
+        assert "    hesscale squares --seeds 1\n" in text
+        assert "    hesscale squares\n" in text
+        assert "3 of 3 runs finished." in text
+
     def test_runs_that_are_missing_failed_or_damaged(self, store, tmp_path):
         self.ask(store, *range(10), 13, done=(1, 2, 3, 4, 13))
         (store.directory("squares", as_task(Task(1))) / "run.sqlite").write_bytes(b"torn" * 100)

@@ -6,9 +6,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..lab.statistics import bootstrap_interval, iqm
+from ..lab.statistics import Summary, bootstrap_interval, iqm, summary
 from ..lab.store import Result
-from .training import Summary, summary
 
 RESAMPLES = 2000
 Cell = tuple[str, float]  # an optimizer and a step size

@@ -5,16 +5,18 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..lab.plots import Heat, Plot, Section, Series, Table
+from ..lab.statistics import Summary, summary
 from ..lab.store import Result
 from ..vision.problems import PROBLEMS
-from .training import Summary, comparable, summary
 
 OF_METHODS = ("optimizer", "step_size", "seed", "times", "trust_radius")  # what may differ within a section
+IN_TITLE = ("problem", "dataset", "epochs")
 SPLITS = ("test", "validation", "train")
 
 
@@ -54,28 +56,42 @@ def finished(results: list[Result]) -> list[Result]:
     return [result for result in results if result.values["diverged_at"] is None]
 
 
+def comparable(by_size: Mapping[float, list[Result]]) -> dict[float, list[Result]]:
+    """Of the seeds that most step sizes have, and the step sizes that have them: not all may be done."""
+    seeds = {size: {result.task.seed for result in results} for size, results in by_size.items()}
+    counts = Counter(itertools.chain.from_iterable(seeds.values()))
+    shared = {seed for seed, count in counts.items() if count == max(counts.values())}
+    if not any(shared <= own for own in seeds.values()):
+        shared = max(seeds.values(), key=len)
+    kept = {size: results for size, results in by_size.items() if shared <= seeds[size]}
+    return {size: [result for result in results if result.task.seed in shared] for size, results in kept.items()}
+
+
 def sections(results: list[Result]) -> list[Section]:
     """One for each task, and for whatever else differs but optimizers, step sizes and seeds."""
-    groups: dict[tuple[Any, ...], list[Result]] = {}
+    groups: dict[tuple[tuple[str, Any], ...], list[Result]] = {}
     for result in results:
         setting = {name: value for name, value in asdict(result.task).items() if name not in OF_METHODS}
         groups.setdefault(tuple(setting.items()), []).append(result)
-    return [section(found, f"-{k}" if k > 1 else "") for k, found in enumerate(groups.values(), start=1)]
+    shared = set.intersection(*[set(setting) for setting in groups]) if groups else set()
+    return [section(found, [pair for pair in setting if pair not in shared]) for setting, found in groups.items()]
 
 
-def section(results: list[Result], end: str) -> Section:
-    """``end`` tells the files of several sections apart."""
+def section(results: list[Result], own: Sequence[tuple[str, Any]]) -> Section:
+    """``own`` are the settings that other sections do not have."""
     by_label: dict[str, dict[float, list[Result]]] = {}
     for result in results:
         by_label.setdefault(result.task.label, {}).setdefault(result.task.step_size, []).append(result)
     trained = [Trained(label, by_size) for label, by_size in by_label.items()]
     task = results[0].task
-    items: list[Plot | Heat | Table] = [table(trained, f"optimizers{end}")]
+    end = "".join(f"-{value}" for _, value in own)
+    items: list[Plot | Heat | Table] = [accuracies(trained, f"optimizers{end}"), speeds(trained, f"speed{end}")]
     for what, split, against in itertools.product(("accuracy", "loss"), SPLITS, ("seconds", "epochs")):
         items.append(curves(trained, split, what, against, end))
     if any(len(found.by_size) > 1 for found in trained):
         items += [sensitivity(trained, "test_loss", end), sensitivity(trained, "test_accuracy", end)]
-    title = f"{PROBLEMS[task.problem].title} on {task.dataset}, {task.epochs} epochs"
+    others = "".join(f", {name.replace('_', ' ')} {value}" for name, value in own if name not in IN_TITLE)
+    title = f"{PROBLEMS[task.problem].title} on {task.dataset}, {task.epochs} epochs{others}"
     return Section(title, describe(results), items)
 
 
@@ -86,14 +102,13 @@ def describe(results: list[Result]) -> str:
     changes = "shifted, flipped and recoloured" if task.augment else "as they are"
     machines = sorted({str(result.facts.get("machine", {}).get("gpu") or "") for result in results} - {""})
     where = f"{', '.join(machines) or task.device}, {task.precision}, {task.backend}"
-    longer = sorted({result.task.times for result in results} - {1})
     parts = [
         f"Task {task.problem}, activation {task.activation}, padding {task.padding}, L2 {task.l2:g}, batches of {task.batch}, "
         f"{task.epochs} epochs, images for training {changes}; {seeds} seeds, each with the same initial network, batches and "
         "images for every optimizer.",
-        *[f"SGD trains {times} times as long." for times in longer],
         "Shown is the step size with the highest accuracy on the validation split at the end, where a seed that diverged counts "
-        "as 0, with mean and standard error over the seeds that did not.",
+        "as 0, with mean and standard error over the seeds that did not. A seed diverged when its loss was not finite, or in an "
+        "epoch of which more than half of the steps were left out because gradients were not.",
         f"Seconds are those of training alone, without evaluation, compilation and checkpoints ({where}).",
     ]
     if together != [1]:
@@ -123,39 +138,83 @@ def band(points: Sequence[Summary]) -> tuple[list[float], list[float], list[floa
 def sensitivity(trained: list[Trained], value: str, end: str) -> Plot:
     series = []
     for found in trained:
-        done = {size: runs for size, results in found.by_size.items() if (runs := finished(results))}
-        points = [summary([result.values[value] for result in runs]) for runs in done.values()]
-        series.append(Series(found.label, list(done), *band(points)))
+        done = [[result.values[value] for result in finished(results)] for results in found.by_size.values()]
+        points = [summary(values) if values else Summary(math.nan, None) for values in done]
+        series.append(Series(found.label, list(found.by_size), *band(points)))
     name, caption = value.replace("_", " "), "At the end; mean and standard error over the seeds that did not diverge."
     title = f"{name.capitalize()} by step size"
     is_loss = value == "test_loss"
     return Plot(f"step-sizes-{name.replace(' ', '-')}{end}", title, series, "step size", name, True, is_loss, caption=caption)
 
 
-def table(trained: list[Trained], name: str) -> Table:
-    adam = next((pace_of(found.runs) for found in trained if found.label == "Adam" and found.runs), math.nan)
-    columns: dict[str, Callable[[Trained], str]] = {
+Columns = dict[str, Callable[[Trained], str]]
+
+
+def accuracies(trained: list[Trained], name: str) -> Table:
+    columns: Columns = {
         "step size": lambda found: f"{found.best:g}{edge(found)}",
         **{f"{split} accuracy, %": percentage(split) for split in SPLITS},
         "test loss": lambda found: found.final("test_loss").text(".3g"),
-        "seconds": lambda found: found.final("seconds").text(".3g"),
-        "images/s": lambda found: f"{pace_of(found.runs):,.0f}",
-        "relative to Adam": lambda found: f"{pace_of(found.runs) / adam:.2f}" if math.isfinite(adam) else "–",
-        "outside steps, %": lambda found: found.final("outside_steps").text(".1f", 100),
+        "shortened, %": noted("scaled_share", ".0f", 100),
+        "left out": noted("nonfinite_steps", ".3g"),
     }
-    rows: list[Sequence[str]] = []
-    for found in trained:
-        filled = [cell(found) for cell in columns.values()] if found.runs else ["none", *["–"] * (len(columns) - 1)]
-        rows.append([found.label, *filled, diverged(found)])
     caption = (
-        "Relative to Adam: images a second. Outside steps: the share of the seconds that went into making batches. "
-        "Diverged: how many seeds, by step size."
+        "Shortened: the share of steps that a trust region made shorter. Left out: how many steps, where gradients or curvature "
+        "were not finite. Diverged: how many seeds, by step size; accuracies are those of the others."
     )
+    rows: list[Sequence[str]] = [[*row, diverged(found)] for row, found in zip(rows_of(trained, columns), trained, strict=True)]
     return Table(name, "Optimizers at their best step sizes", ["optimizer", *columns, "diverged"], rows, caption)
 
 
+def speeds(trained: list[Trained], name: str) -> Table:
+    adam = next((found for found in trained if found.label == "Adam" and found.runs), None)
+
+    def ratio(found: Trained) -> str:
+        if adam is None or at_once(found) != at_once(adam):
+            return "–"
+        return f"{pace_of(found.runs) / pace_of(adam.runs):.2f}"
+
+    columns: Columns = {
+        "networks at once": at_once,
+        "seconds": lambda found: f"{found.final('seconds').mean:.3g}",
+        "images/s": lambda found: f"{pace_of(found.runs):,.0f}",
+        "relative to Adam": ratio,
+        "outside steps, %": lambda found: f"{100 * found.final('outside_steps').mean:.1f}",
+    }
+    caption = (
+        "Images a second: of each network, in the median epoch. Relative to Adam: of as many networks at once. Outside steps: "
+        "the share of the seconds in which batches are made."
+    )
+    return Table(name, "How fast they train", ["optimizer", *columns], rows_of(trained, columns), caption)
+
+
+def rows_of(trained: list[Trained], columns: Columns) -> list[Sequence[str]]:
+    rows: list[Sequence[str]] = []
+    for found in trained:
+        rows.append([found.label, *([cell(found) for cell in columns.values()] if found.runs else ["–"] * len(columns))])
+    return rows
+
+
 def percentage(split: str) -> Callable[[Trained], str]:
-    return lambda found: found.final(f"{split}_accuracy").text(".1f", 100)
+    def text(found: Trained) -> str:
+        alive, asked = len(found.runs), len(found.by_size[found.best])
+        return found.final(f"{split}_accuracy").text(".1f", 100) + (f" ({alive} of {asked} seeds)" if alive < asked else "")
+
+    return text
+
+
+def noted(value: str, form: str, factor: float = 1) -> Callable[[Trained], str]:
+    """What an optimizer counts, if it does."""
+
+    def text(found: Trained) -> str:
+        values = [result.values[value] for result in found.runs if value in result.values]
+        return summary(values).text(form, factor) if values else "–"
+
+    return text
+
+
+def at_once(found: Trained) -> str:
+    return " or ".join(map(str, sorted({result.values["together"] for result in found.runs})))
 
 
 def pace_of(runs: list[Result]) -> float:

@@ -297,6 +297,19 @@ def ratios_table(found: Sweep, end: str) -> Table:
     )
 
 
+def always(task: Task) -> bool:
+    return True
+
+
 EXPERIMENT = Experiment(
-    "cost", "What an update costs, against Adam's (Appendix D).", Settings, PRESETS, Task, tasks, work, run, sections, alone=True
+    "cost",
+    "What an update costs, against Adam's (Appendix D).",
+    Settings,
+    PRESETS,
+    Task,
+    tasks,
+    work,
+    run,
+    sections,
+    alone=always,
 )

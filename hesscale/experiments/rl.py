@@ -18,10 +18,10 @@ from ..compiled import BACKENDS
 from ..errors import NonFiniteError
 from ..lab.experiment import Experiment, option
 from ..lab.plots import Plot, Section, Series, Table
+from ..lab.statistics import Summary, summary
 from ..lab.store import Pause, Result, Run
 from ..rl.config import OPTIMIZERS, OWN, POLICIES, PROTOCOLS, TRUNCATIONS, Config
 from ._methods import HELP, methods
-from .training import Summary, summary
 
 if TYPE_CHECKING:
     from ..rl.learner import Algorithm

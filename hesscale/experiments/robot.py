@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 from ..compiled import BACKENDS
 from ..lab.experiment import option
 from ..lab.plots import Heat, Plot, Section, Series, Table
+from ..lab.statistics import Summary, summary
 from ..lab.store import Result
 from ..rl.config import OPTIMIZERS, Config
 from . import rl
-from .training import Summary, summary
 
 ENV = "hesscale/UR-Reacher-2D-v0"
 STANDING_STILL = -74.1  # mean return of the policy that does nothing, over 1.4 million targets

@@ -10,11 +10,11 @@ from typing import Any
 
 from ..lab.experiment import option
 from ..lab.plots import Plot, Section, Series, Table
+from ..lab.statistics import summary
 from ..lab.store import Result
 from ..rl.config import OPTIMIZERS
 from . import rl
 from ._normalised import DEFINITION, RESAMPLES, Estimate, Scores, aggregate, scores_of
-from .training import summary
 
 GRID = "3e-6,1e-5,3e-5,1e-4,3e-4,1e-3,3e-3,1e-2,1"
 

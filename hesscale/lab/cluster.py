@@ -36,12 +36,13 @@ def run_on_ray(sweep: Sweep, address: str, workers: int) -> None:
     if is_ours:
         own = {"num_cpus": max(1, workers), "include_dashboard": False} if address == "local" else {}
         ray.init(address, log_to_driver=False, logging_level="warning", **own)
-    sweep.divide(cpus(ray))
+    is_alone = sweep.experiment.is_alone(sweep.tasks.values())
+    sweep.divide(1 if is_alone else cpus(ray))
     work = ray.remote(num_cpus=1, max_retries=0)(work_for_a_while)
     away: dict[Any, tuple[Keys, ExitStack]] = {}  # keys and locks, by what Ray promises
     try:
         while sweep.left or away:
-            most = 1 if sweep.experiment.alone else 2 * cpus(ray)
+            most = 1 if is_alone else 2 * cpus(ray)
             while sweep.left and len(away) < most:
                 send(sweep, work, away, sweep.left.popleft())
             sweep.show(key for keys, _ in away.values() for key in keys)

@@ -229,7 +229,7 @@ def check_inputs(experiment: Experiment, finished: list[Record], where: Where) -
 
 def do(console: Console, experiment: Experiment, tasks: list[Task], where: Where, command: str) -> list[tuple[Path, str]]:
     """Run what is left. Returns what failed."""
-    workers = 1 if experiment.alone else where.workers or os.cpu_count() or 1
+    workers = 1 if experiment.is_alone(tasks) else where.workers or os.cpu_count() or 1
     try:
         with bars(console) as progress:
             watch = watcher(progress, len(tasks)) if console.is_terminal else teller(console, len(tasks))
@@ -296,6 +296,7 @@ def show(console: Console, experiment: Experiment, store: Store, tasks: list[Tas
     if not results:
         return
     for section in experiment.sections(results):
+        console.print(f"\n[bold]{escaped(section.title)}[/]", highlight=False)
         for table in [item for item in section.items if isinstance(item, Table)]:
             console.print(drawn(table))
     console.print("Figures: [bold]hesscale report[/]")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import pkgutil
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +32,7 @@ class Experiment:
         work: how much that is, in a line.
         run: does a task, from ``run.state`` on where there is one, and returns what came out: tensors and plain values by name.
         sections: what the runs show, whatever settings they differ in; some may be missing.
-        alone: one run at a time, because it measures time.
+        alone: of a task: whether it is to run while no other does, because it measures time.
         run_together: does several tasks at once, each in its run, and returns what came out of each.
         kind: of a task; those of the same kind can be done together.
         after: does what settings ask for beyond runs, with the directories of those that are finished, and says what.
@@ -47,7 +47,7 @@ class Experiment:
     work: Callable[[Any], str]
     run: Callable[[Any, Run, Path | None], Mapping[str, Any]]
     sections: Callable[[list[Result]], list[Section]]
-    alone: bool = False
+    alone: Callable[[Any], bool] | None = None
     run_together: Callable[[Sequence[Any], Sequence[Run], Path | None], Sequence[Mapping[str, Any]]] | None = None
     kind: Callable[[Any], Hashable] | None = None
     after: Callable[[Any, Mapping[Any, Path]], Iterator[str]] | None = None
@@ -86,6 +86,9 @@ class Experiment:
 
     def kind_of(self, task: Task) -> Hashable:
         return self.kind(self.task(**task)) if self.kind is not None else None
+
+    def is_alone(self, tasks: Iterable[Task]) -> bool:
+        return self.alone is not None and any(self.alone(self.task(**task)) for task in tasks)
 
     def inputs(self, task: Task, data: Path | None) -> str:
         """What tells the data that a task reads from others of the same name; nothing if it reads none."""

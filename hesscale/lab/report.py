@@ -78,12 +78,17 @@ class Account:
         return f"{slug(self.name)}-{slug(item.name)}"
 
 
-def report(store: Store, names: list[str], folder: Path, page: bool = True) -> Path:
-    """Write what the runs of these experiments show, or of all that were asked for; the path to open."""
+def report(store: Store, names: list[str], folder: Path, page: bool = True, everything: bool = False) -> Path:
+    """Write what runs of these experiments show, or of all that were asked for; the path to open.
+
+    Shown are the runs of the last command, or with ``everything`` all that are finished.
+    """
     known = experiments()
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"no experiment is named {', '.join(unknown)}; there are {', '.join(sorted(known))}")
-    requests = store.requests()
+    requests = {} if everything else store.requests()
+    others = {name: store.finished(name) for name in known if name not in requests}
+    requests |= {name: found for name, found in others.items() if found[1]}
     if missing := [name for name in names if name not in requests]:
         raise ValueError(f"{store.root} has no runs of {', '.join(missing)}: run `hesscale {missing[0]}` first")
     if not requests:
@@ -152,11 +157,12 @@ def write_report(accounts: Sequence[Account], folder: Path, *, page: bool = True
 
 def markdown(account: Account) -> str:
     """All tables of an experiment."""
-    lines = [f"# {account.title}", "", f"    {account.command}", "", f"{account.progress}", ""]
+    commands = [f"    {command}" for command in account.command.splitlines()]
+    lines = [f"# {account.title}", "", *commands, "", f"{account.progress}", ""]
     lines += [f"- {problem}" for problem in account.problems] + [""] * bool(account.problems)
     for section in account.sections:
         if tables := [item for item in section.items if isinstance(item, Table)]:
-            lines += [f"## {section.title}", ""]
+            lines += [f"## {section.title}", "", *([section.text, ""] if section.text else [])]
         for item in tables:
             rule = ["---:" if is_numeric(item, column) else ":---" for column in range(len(item.header))]
             rows = [row_of(item.header), row_of(rule), *map(row_of, item.rows)]

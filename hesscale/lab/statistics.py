@@ -1,13 +1,38 @@
-"""The interquartile mean of normalised scores and stratified bootstrap intervals (Agarwal et al. 2021, as in rliable)."""
+"""Means with their standard errors; the interquartile mean of normalised scores and stratified bootstrap intervals.
+
+The last two are those of Agarwal et al. 2021, as in rliable.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 Array = Any  # of numpy, of float64
+
+
+class Summary(NamedTuple):
+    """Mean of some numbers and its standard error, which one number has not."""
+
+    mean: float
+    error: float | None
+
+    def text(self, form: str, factor: float = 1) -> str:
+        """
+        >>> summary([1.0, 3.0]).text(".1f")
+        '2.0 ± 1.0'
+        """
+        mean = f"{factor * self.mean:{form}}"
+        return mean if self.error is None else f"{mean} ± {factor * self.error:{form}}"
+
+
+def summary(values: Sequence[float]) -> Summary:
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+    return Summary(statistics.fmean(values), error)
 
 
 def iqm(scores: Array) -> Array:

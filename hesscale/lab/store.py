@@ -135,6 +135,11 @@ class Store:
             found[experiment] = command, tasks
         return found
 
+    def finished(self, experiment: str) -> tuple[str, list[Task]]:
+        """The commands, a line each, and the tasks of all runs that are done."""
+        facts = [record.facts for record in self.records(experiment) if not record.problem and record.status == FINISHED]
+        return "\n".join(dict.fromkeys(found["command"] for found in facts)), [found["task"] for found in facts]
+
     def is_finished(self, experiment: str, task: Task) -> bool:
         record = self.record(experiment, task)
         return record is not None and record.status == FINISHED

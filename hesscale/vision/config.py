@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -64,12 +64,13 @@ class Task:
     @property
     def label(self) -> str:
         kind = OPTIMIZERS[self.optimizer]
-        return f"{kind.label}, Δ = {self.trust_radius:g}" if kind.is_scaled else kind.label
+        longer = f", {self.times} times as long" if self.times > 1 else ""
+        return kind.label + (f", Δ = {self.trust_radius:g}" if kind.is_scaled else "") + longer
 
 
 def companions(task: Task) -> Task:
     """The same for tasks that can be done together: they may differ in their step sizes and seeds."""
-    return Task(**{**asdict(task), "step_size": 0.0, "seed": 0})
+    return replace(task, step_size=0.0, seed=0)
 
 
 def optimizer_of(task: Task, model: nn.Module) -> torch.optim.Optimizer:

@@ -91,8 +91,6 @@ class Draws(NamedTuple):
 
 def draw(count: int, batch: int, seed: int, epoch: int) -> Draws:
     """By seed and epoch alone, whatever the device and however often interrupted. The last batch is left out if it is smaller."""
-    if count < batch:
-        raise ValueError(f"a batch of {batch} cannot be had from {count} images")
     generator = torch.Generator().manual_seed(number_of("images", seed, epoch))
     steps = count // batch
     image = torch.randperm(count, generator=generator, device="cpu")[: steps * batch].view(steps, batch)

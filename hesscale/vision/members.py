@@ -60,6 +60,8 @@ class Members:
         precision: str = "float32",
         backend: str = "inductor",
     ) -> None:
+        if batch > len(images.train.labels):
+            raise ValueError(f"a batch of {batch} cannot be had from {len(images.train.labels)} images")
         self.models, self.optimizers, self.images = models, optimizers, images
         self.batch, self.precision = batch, precision
         self.device = images.train.images.device

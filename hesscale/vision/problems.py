@@ -58,7 +58,11 @@ class Mean(nn.Module):
 
 
 def three_c_three_d(classes: int, activation: type[nn.Module], padding: str) -> nn.Sequential:
-    """3C3D. Without padding, as in the authors' code, the last convolution leaves a single pixel and 128 numbers."""
+    """3C3D. Without padding, as in the authors' code, the last convolution leaves a single pixel and 128 numbers.
+
+    Pools in ceil mode ignore what is beyond the margin. DeepOBS in PyTorch has zeros there, which is the same after ReLU; after
+    ELU a zero may be the largest of its window.
+    """
     is_padded = padding == "deepobs"
 
     def pool() -> nn.Module:

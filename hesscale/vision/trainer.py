@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from ..lab.store import Pause, Run, seeded
 from .config import Task, companions, optimizer_of
 from .images import Draws, Images, draw, load_images, number_of
-from .members import Measured, Members
+from .members import Epoch, Measured, Members
 from .problems import PROBLEMS
 
 CHECKPOINT_SECONDS = 20.0
@@ -30,6 +31,8 @@ def run_together(tasks: Sequence[Task], runs: Sequence[Run], data: Path | None) 
     Each learns as it would alone, but for random numbers that are drawn within steps: dropout, GGN-MC's and AdaHessian's. Those
     that were interrupted after different epochs train apart.
     """
+    if tasks[0].device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device=cuda, but torch finds no GPU here")
     if len({companions(task) for task in tasks}) > 1:
         raise ValueError("networks can only train together if their tasks differ in nothing but step size and seed")
     epochs = [run.state["epoch"] if run.state else 0 for run in runs]
@@ -46,23 +49,44 @@ def run_together(tasks: Sequence[Task], runs: Sequence[Run], data: Path | None) 
 
 @dataclass
 class Progress:
-    """Of one network: seconds are its share of those of all that train together."""
+    """Of one network: seconds are its share of those of all that train together.
+
+    Attributes:
+        diverged_at: the epoch in which the loss was not finite any more, or more than half of the steps were left out because
+            gradients were not: then the network stands still.
+        epoch_seconds: of each epoch.
+        step_seconds: of all steps.
+        noted: what the optimizer has counted, until then.
+    """
 
     diverged_at: int | None = None
-    seconds: float = 0.0
+    epoch_seconds: list[float] = field(default_factory=list)
     step_seconds: float = 0.0
-    epochs: int = 0
+    noted: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.epoch_seconds)
+
+    def add(self, epoch: int, done: Epoch, k: int, share: float, noted: dict[str, float], steps: int) -> None:
+        """Take note of what an epoch of so many steps gave network ``k``."""
+        self.epoch_seconds.append(share * done.seconds)
+        self.step_seconds += share * done.step_seconds
+        left_out = noted.get("nonfinite_steps", 0) - self.noted.get("nonfinite_steps", 0)
+        self.noted = noted
+        if not math.isfinite(done.losses[k]) or 2 * left_out > steps:
+            self.diverged_at = epoch
 
     def values(self, images: int, together: int) -> dict[str, Any]:
-        """``images`` are those of an epoch."""
-        pace = images * self.epochs / self.seconds if self.seconds else math.nan
-        outside = 1 - self.step_seconds / self.seconds if self.seconds else math.nan
+        """``images`` are those of an epoch, whose pace is that of the median one: others may use the machine now and then."""
+        pace = images / statistics.median(self.epoch_seconds) if self.epoch_seconds else math.nan
+        outside = 1 - self.step_seconds / self.seconds if self.epoch_seconds else math.nan
         shares = {"seconds": self.seconds, "images_per_second": pace, "outside_steps": outside}
-        return {"diverged_at": self.diverged_at, "together": together, **shares}
+        return {"diverged_at": self.diverged_at, "together": together, **shares, **self.noted}
 
 
 def train(tasks: Sequence[Task], runs: Sequence[Run], images: Images, epoch: int) -> list[dict[str, Any]]:
-    """From an epoch on; a loss that is not finite ends a network's training as diverged."""
+    """From an epoch on; a network that diverged is trained no more."""
     members = members_of(tasks, images)
     members.warm_up()
     states = [run.state for run in runs if run.state]
@@ -82,13 +106,8 @@ def train(tasks: Sequence[Task], runs: Sequence[Run], images: Images, epoch: int
         draws = draw_all(tasks, images, epoch)  # while the device is busy
         done = end()
         for k in alive:
-            share = 1 / len(tasks)
-            progress[k].seconds += share * done.seconds
-            progress[k].step_seconds += share * done.step_seconds
-            progress[k].epochs = epoch
+            progress[k].add(epoch, done, k, 1 / len(tasks), noted(members, k), members.steps)
             runs[k].progress(epoch, total)
-            if not math.isfinite(done.losses[k]):
-                progress[k].diverged_at = epoch
         alive = [k for k in alive if progress[k].diverged_at is None]
         if epoch % tasks[0].evaluate_every == 0 or epoch == total:
             last = log(members, alive, runs, progress, epoch, done.losses)
@@ -97,7 +116,7 @@ def train(tasks: Sequence[Task], runs: Sequence[Run], images: Images, epoch: int
             save(members, runs, progress, epoch)
             saved = time.monotonic()
     values = [found.values(members.steps * tasks[0].batch, len(tasks)) for found in progress]
-    return [{**values[k], **noted(members, k), **(by_name(last[k]) if k in alive else {})} for k in range(len(tasks))]
+    return [{**values[k], **(by_name(last[k]) if k in alive else {})} for k in range(len(tasks))]
 
 
 def draw_all(tasks: Sequence[Task], images: Images, epoch: int) -> list[Draws]:
