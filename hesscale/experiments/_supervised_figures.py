@@ -13,6 +13,7 @@ from typing import Any
 from ..lab.plots import Heat, Plot, Section, Series, Table
 from ..lab.statistics import Summary, summary
 from ..lab.store import Result
+from ..vision.config import OPTIMIZERS
 from ..vision.problems import PROBLEMS
 
 OF_METHODS = ("optimizer", "step_size", "seed", "times", "trust_radius")  # what may differ within a section
@@ -80,7 +81,8 @@ def sections(results: list[Result]) -> list[Section]:
 def section(results: list[Result], own: Sequence[tuple[str, Any]]) -> Section:
     """``own`` are the settings that other sections do not have."""
     by_label: dict[str, dict[float, list[Result]]] = {}
-    for result in results:
+    order = list(OPTIMIZERS)
+    for result in sorted(results, key=lambda r: (order.index(r.task.optimizer), r.task.trust_radius, r.task.times, r.task.seed)):
         by_label.setdefault(result.task.label, {}).setdefault(result.task.step_size, []).append(result)
     trained = [Trained(label, by_size) for label, by_size in by_label.items()]
     task = results[0].task
