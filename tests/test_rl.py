@@ -592,9 +592,31 @@ def test_sections_show_each_environment_and_algorithm(tmp_path):
     assert [section.title for section in found] == ["A2C, paper protocol", "PPO, paper protocol"]
     names = [item.name for section in found for item in section.items]
     assert len(set(names)) == len(names) == 6
+    assert names[3:5] == ["returns-ppo", "return-ppo-CartPole-v1"]
     for item in itertools.chain(*[section.items for section in found]):
         check(item)
     assert [len(item.series) for item in found[0].items[1:]] == [2, 2]
+
+
+def test_optimizers_are_compared_over_all_environments():
+    def result(env, optimizer, seed, value):
+        config = dataclasses.replace(CONFIG, env=env, optimizer=optimizer, seed=seed)
+        values = {"diverged_at": None, "mean_return": value, "steps_per_second": None}
+        return Result(config, values, {}, {})
+
+    results = [
+        *[result("a", "adam", seed, 0.0) for seed in (0, 1)],
+        *[result("a", "adahesscale", seed, 10.0) for seed in (0, 1)],
+        *[result("b", "adam", seed, 300.0) for seed in (0, 1)],
+        *[result("b", "adahesscale", seed, 300.0 + 50 * seed) for seed in (0, 1)],
+    ]
+    (section,) = rl.sections(results)
+    assert section.items[1].rows == [
+        ["Adam", "0.001", "0.00 [0.00, 0.00]"],
+        ["AdaHesScale", "0.001", section.items[1].rows[1][2]],
+    ]
+    assert section.items[1].rows[1][2].startswith("1.00 [")  # of 0, 1, 1 and 2, the middle two
+    assert "overall-a2c" not in [item.name for item in rl.sections(results[:4])[0].items]
 
 
 def test_curves_hold_the_last_return_of_a_seed():

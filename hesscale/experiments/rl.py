@@ -22,6 +22,7 @@ from ..lab.statistics import Summary, summary
 from ..lab.store import Pause, Result, Run
 from ..rl.config import OPTIMIZERS, OWN, POLICIES, PROTOCOLS, TRUNCATIONS, Config
 from ._methods import HELP, methods
+from ._normalised import DEFINITION, aggregate, scores_of
 
 if TYPE_CHECKING:
     from ..rl.learner import Algorithm
@@ -270,11 +271,19 @@ class Pace:
 
 def sections(results: list[Result]) -> list[Section]:
     """One for each algorithm and way to train."""
+    return [section(found, end) for found, end in by_way(results)]
+
+
+def by_way(results: list[Result]) -> Iterator[tuple[list[Result], str]]:
+    """Those of one algorithm that differ in environment, optimizer, step size, seed and length alone; an end for their files."""
     apart = ("env", "optimizer", "step_size", "seed", "steps")
     groups: dict[tuple[Any, ...], list[Result]] = {}
     for result in results:
         groups.setdefault(tuple((k, v) for k, v in asdict(result.task).items() if k not in apart), []).append(result)
-    return [section(found, f"-{k}" if k > 1 else "") for k, found in enumerate(groups.values(), start=1)]
+    number: Counter[str] = Counter()  # of groups, by algorithm
+    for found in groups.values():
+        number[algo := found[0].task.algo] += 1
+        yield found, f"-{number[algo]}" if number[algo] > 1 else ""
 
 
 def section(results: list[Result], end: str) -> Section:
@@ -305,7 +314,25 @@ def section(results: list[Result], end: str) -> Section:
     table = Table(
         f"returns-{task.algo}{end}", f"{task.algo.upper()}: mean undiscounted return over the run", header, rows, caption
     )
-    return Section(f"{task.algo.upper()}, {task.protocol} protocol", text, [table, *plots])
+    return Section(f"{task.algo.upper()}, {task.protocol} protocol", text, [table, *overall(results, end), *plots])
+
+
+def overall(results: list[Result], end: str) -> list[Table]:
+    """How optimizers compare over all environments, if there are several."""
+    found = [scores_of(env, runs) for env, runs in sorted(by_environment(results).items())]
+    known = [scores for scores in found if scores is not None]
+    if len(known) < 2:
+        return []
+    estimates = {name: aggregate(known, name) for name in OPTIMIZERS}
+    rows: list[Sequence[str]] = [
+        [OPTIMIZERS[name].label, f"{size:g}", at.text()] for name, sizes in estimates.items() for size, at in sizes.items()
+    ]
+    algo = results[0].task.algo
+    title = f"{algo.upper()}: {len(known)} environments together"
+    caption = (
+        f"Interquartile means of scores over seeds and environments, with 95 % intervals of a stratified bootstrap. {DEFINITION}"
+    )
+    return [Table(f"overall-{algo}{end}", title, ["optimizer", "step size", "IQM"], rows, caption)]
 
 
 def by_environment(results: list[Result]) -> dict[str, list[Result]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from ..lab.experiment import option
@@ -37,16 +37,7 @@ PRESETS = {
 
 def sections(results: list[Result]) -> list[Section]:
     """One for each algorithm and way to train."""
-    apart = ("env", "optimizer", "step_size", "seed", "steps")
-    groups: dict[tuple[Any, ...], list[Result]] = {}
-    for result in results:
-        groups.setdefault(tuple((k, v) for k, v in asdict(result.task).items() if k not in apart), []).append(result)
-    number: Counter[str] = Counter()  # of sections, by algorithm
-    shown = []
-    for found in groups.values():
-        number[algo := found[0].task.algo] += 1
-        shown.append(section(found, f"-{number[algo]}" if number[algo] > 1 else ""))
-    return shown
+    return [section(found, end) for found, end in rl.by_way(results)]
 
 
 def section(results: list[Result], end: str) -> Section:
