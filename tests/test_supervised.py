@@ -235,7 +235,7 @@ def numbers(result):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_learns(name, tmp_path):
-    size = {"sgd": 0.1, "adam": 0.02, "adahessian": 0.02, "ggnmc": 5e-6}.get(name, 0.003)
+    size = {"sgd": 0.1, "adam": 0.02, "adahessian": 0.02, "ggnmc-batch": 5e-6}.get(name, 0.003)
     (result,) = done(tmp_path, tasks(optimizer=f"{name}@{size}", epochs=20, evaluate_every=10))
     losses = dict(result.metrics["train_loss"])
     assert list(losses) == [0, 10, 20]

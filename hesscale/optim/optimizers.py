@@ -63,10 +63,15 @@ class Sampled(CurvatureOptimizer):
         with own_pass():
             loss.backward(retain_graph=retain_graph)
 
+    @property
+    def estimator(self) -> str:
+        """The name of the estimate in :mod:`hesscale.estimators`."""
+        return self.method
+
     def diagonals(self, loss: Tensor, params: list[Tensor], **options: Any) -> Sequence[Tensor | None]:
         """An estimate; ``head`` and ``fallback`` are for the recursion and do nothing here."""
         return estimators.estimate(
-            self.method,
+            self.estimator,
             loss,
             params,
             num_samples=self.num_samples,
@@ -93,6 +98,17 @@ class AdaHessian(Sampled):
 
 
 class GGNMC(Sampled):
-    """The Monte-Carlo estimate of the Gauss-Newton diagonal in V."""
+    """The Monte-Carlo estimate of the Gauss-Newton diagonal in V; ``per_sample`` squares each sample's draw, as the paper does.
+
+    Without, the draw of the whole batch is squared: for every model, but with entries that are next to zero by chance.
+    """
 
     method = "ggn_mc"
+
+    def __init__(self, params: Any, *args: Any, per_sample: bool = False, **options: Any):
+        self.per_sample = per_sample
+        super().__init__(params, *args, **options)
+
+    @property
+    def estimator(self) -> str:
+        return "ggn_mc_per_sample" if self.per_sample else self.method

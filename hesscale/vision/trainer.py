@@ -120,7 +120,8 @@ def train(tasks: Sequence[Task], runs: Sequence[Run], images: Images, epoch: int
 
 
 def draw_all(tasks: Sequence[Task], images: Images, epoch: int) -> list[Draws]:
-    return [draw(len(images.train.labels), task.batch, task.seed, epoch) for task in tasks]
+    found = {seed: draw(len(images.train.labels), tasks[0].batch, seed, epoch) for seed in {task.seed for task in tasks}}
+    return [found[task.seed] for task in tasks]
 
 
 def members_of(tasks: Sequence[Task], images: Images) -> Members:

@@ -1,0 +1,150 @@
+"""Every curvature diagonal that the paper compares, by name and with one signature: ``estimate(method, loss, params)``.
+
+Those that need the model's outputs z, with J = ∂z/∂θ and H = ∂²L/∂z², see the generalized Gauss-Newton matrix as an expectation:
+for vectors a, b at the outputs with E[a bᵀ] = H,
+
+    diag(Jᵀ H J) = E[Jᵀa ∘ Jᵀb],
+
+so that each of them is a choice of a and b, and two backward passes (one where a = b).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ..checks import as_tensors, check_loss
+from ..nodes import Edge, Node, edge_of, topological
+from ..plan import own
+from . import methods
+from .layers import products_of_weights as products_of_weights
+from .outputs import Outputs
+from .per_sample import ggn_mc_per_sample
+from .rows import MOST_NUMBERS, Diagonals
+
+ROWS_AT_ONCE = 256  # vectors in one batched backward pass
+
+
+def estimate(
+    method: str,
+    loss: Tensor,
+    params: Tensor | Sequence[Tensor],
+    *,
+    num_samples: int = 1,
+    outputs: Tensor | Sequence[Tensor] | None = None,
+    generator: torch.Generator | None = None,
+    retain_graph: bool = False,
+) -> tuple[Tensor, ...]:
+    """The diagonal that ``method`` names, one tensor per parameter, of its shape and dtype; no ``.grad`` is touched.
+
+    Parameters that the loss does not depend on get zeros.
+
+    Args:
+        method: one of :func:`names`.
+        loss: a real scalar with a graph.
+        params: leaves of that graph.
+        num_samples: draws of the random methods (``ggn_mc``, ``hutchinson``, ``kfac``), which return their mean.
+        outputs: the model's outputs, for methods that ask where the model ends and the loss begins; found by default, as in
+            :func:`hesscale.backward`.
+        generator: where the random methods draw from; torch's default otherwise.
+        retain_graph: keep the graph for another pass; without it the graph may be freed.
+
+    Example:
+        >>> import torch
+        >>> from hesscale.estimators import estimate
+        >>> w = torch.tensor([1.0, 2.0], requires_grad=True)
+        >>> estimate("exact", (w ** 3).sum(), [w])
+        (tensor([ 6., 12.]),)
+        >>> estimate("squared_gradient", (w ** 3).sum(), [w])
+        (tensor([  9., 144.]),)
+    """
+    if method not in ESTIMATORS:
+        raise ValueError(f"no estimator is called {method!r}; there are {', '.join(map(repr, ESTIMATORS))}")
+    if num_samples < 1:
+        raise ValueError(f"num_samples must be at least 1, not {num_samples}")
+    check_loss(loss)
+    given = as_tensors(params, "params")
+    with torch.no_grad():
+        diagonals = ESTIMATORS[method](Request(loss, given, num_samples, outputs, generator, retain_graph))
+        return tuple([own(diagonal, p) for diagonal, p in zip(diagonals, given, strict=True)])
+
+
+def names() -> tuple[str, ...]:
+    """What :func:`estimate` can be asked for.
+
+    Example:
+        >>> from hesscale.estimators import names
+        >>> names()[:4]
+        ('exact', 'hesscale', 'hesscale_gn', 'bl89')
+    """
+    return tuple(ESTIMATORS)
+
+
+@dataclass
+class Request:
+    """What :func:`estimate` was asked, and what several estimators derive from it."""
+
+    loss: Tensor
+    params: tuple[Tensor, ...]
+    num_samples: int
+    chosen_outputs: Tensor | Sequence[Tensor] | None
+    generator: torch.Generator | None
+    retain_graph: bool
+
+    @cached_property
+    def order(self) -> list[Node]:
+        return topological(edge_of(self.loss)[0])
+
+    @cached_property
+    def edges(self) -> list[Edge]:
+        return [edge_of(p) for p in self.params]
+
+    @cached_property
+    def at_once(self) -> int:
+        """How many vectors to pull back in one pass."""
+        largest: int = max([math.prod(meta.shape) for node in self.order for meta in node._input_metadata])
+        return max(1, min(ROWS_AT_ONCE, MOST_NUMBERS // max(1, largest)))
+
+    @cached_property
+    def model_outputs(self) -> Outputs:
+        return Outputs(self)
+
+    def signs(self, *shape: int, like: Tensor) -> Tensor:
+        """Independent ±1, drawn as uniform numbers, which is faster than by bernoulli_."""
+        draw = torch.rand(shape, generator=self.generator, dtype=torch.float32, device=self.source(like)) < 0.5
+        return draw.to(device=like.device, dtype=like.dtype).mul_(2).sub_(1)
+
+    def signs_for_params(self, count: int) -> list[Tensor]:
+        """Rows of signs for each parameter, all from one draw: a compiler may change the order of several."""
+        sizes = [p.numel() for p in self.params]
+        draws = self.signs(count, sum(sizes), like=self.params[0]).split(sizes, 1)
+        return [draw.reshape(count, *p.shape).to(p) for draw, p in zip(draws, self.params, strict=True)]
+
+    def labels(self, count: int, q: Tensor, dim: int) -> Tensor:
+        """Draws from the distributions q along ``dim``, as one-hot vectors: the class whose exponential clock rings first."""
+        clocks = torch.empty((count, *q.shape), dtype=torch.float32, device=self.source(q)).exponential_(generator=self.generator)
+        label = (q / clocks.to(q.device)).argmax(dim + 1, keepdim=True)
+        return torch.zeros(clocks.shape, dtype=q.dtype, device=q.device).scatter_(dim + 1, label, 1)
+
+    def source(self, like: Tensor) -> torch.device:
+        return like.device if self.generator is None else self.generator.device
+
+
+ESTIMATORS: dict[str, Callable[[Request], Diagonals]] = {
+    "exact": methods.exact,
+    "hesscale": methods.recursion("hesscale"),
+    "hesscale_gn": methods.recursion("hesscale_gn"),
+    "bl89": methods.recursion("bl89"),
+    "ggn": methods.ggn,
+    "ggn_mc": methods.ggn_mc,
+    "ggn_mc_per_sample": ggn_mc_per_sample,
+    "hutchinson": methods.hutchinson,
+    "squared_gradient": methods.squared_gradient,
+    "empirical_fisher": methods.empirical_fisher,
+    "kfac": methods.kfac,
+}

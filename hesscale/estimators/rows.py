@@ -1,0 +1,121 @@
+"""Rows of vectors: backward passes for many at a time, and what the estimators do with what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .. import heads
+from ..errors import UnsupportedOperator
+from ..nodes import Edge, edge_of, gradient_edge, is_once_differentiable, metadata
+from ..plan import carrier
+
+if TYPE_CHECKING:
+    from . import Request
+
+MOST_NUMBERS = 2**22  # in the largest tensor of a batched backward pass
+
+Diagonals = Sequence[Tensor | None]  # one per parameter, None for zero
+
+
+def chunks(count: int, at_once: int) -> Iterator[int]:
+    for start in range(0, count, at_once):
+        yield min(at_once, count - start)
+
+
+def unit_rows(like: Tensor, at_once: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """The rows of a unit matrix with the size of a vector, and which ones they are, some at a time."""
+    for start in range(0, len(like), at_once):
+        entries = torch.arange(start, min(start + at_once, len(like)), device=like.device)
+        yield entries, torch.zeros(len(entries), len(like), dtype=like.dtype, device=like.device).scatter_(1, entries[:, None], 1)
+
+
+def entry_by_entry(products: Callable[[Tensor], Tensor], like: Tensor, at_once: int) -> Tensor:
+    """The diagonal of a matrix, from its products with all unit vectors."""
+    found = [products(rows).gather(1, entries[:, None])[:, 0] for entries, rows in unit_rows(like, at_once)]
+    return torch.cat(found) if found else torch.zeros_like(like)
+
+
+def diagonal_if_alone(products: Callable[[Tensor], Tensor], like: Tensor) -> Tensor | None:
+    """The diagonal of a symmetric matrix that has nothing else, from its products with two vectors; None if it has more."""
+    z = torch.rand(len(like), generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float64, device="cpu").to(like) + 0.5
+    diagonal, product = products(torch.stack([torch.ones_like(z), z]))
+    predicted = diagonal * z
+    return diagonal if not len(like) or bool(heads.agree(product, predicted, predicted.abs())) else None
+
+
+def gradients_at(request: Request, edges: Sequence[Edge]) -> list[Tensor | None]:
+    """∂L/∂x with a graph; None where the loss is linear in x."""
+    inputs = [gradient_edge(edge) for edge in edges]
+    found = torch.autograd.grad(request.loss, inputs, create_graph=True, allow_unused=True)
+    curved = [gradient if gradient is not None and gradient.requires_grad else None for gradient in found]
+    check_twice_differentiable([gradient for gradient in curved if gradient is not None])
+    return curved
+
+
+def check_twice_differentiable(gradients: Sequence[Tensor]) -> None:
+    with torch.enable_grad():  # one tensor that depends on them all, so that their graph is walked once
+        joined = torch.cat([gradient.reshape(-1)[:1].float() for gradient in gradients]) if gradients else torch.empty(0)
+    if is_once_differentiable(joined):
+        raise UnsupportedOperator(
+            "PyTorch cannot differentiate this loss twice, which this estimator needs. Take one that does not ('hesscale', "
+            "'squared_gradient'), or write the operator at fault with others that PyTorch can differentiate twice"
+        )
+
+
+def hessian_products(gradient: Tensor, edge: Edge) -> Callable[[Tensor], Tensor]:
+    """Products of ∂g/∂x with rows of flat vectors."""
+
+    def products(rows: Tensor) -> Tensor:
+        (found,) = pull_rows([edge_of(gradient)], [edge], [rows.reshape(len(rows), *gradient.shape)])
+        return torch.zeros_like(rows) if found is None else found.reshape(len(rows), -1)
+
+    return products
+
+
+def pull_rows(sources: Sequence[Edge], targets: Sequence[Edge], rows: Sequence[Tensor]) -> list[Tensor | None]:
+    """Backward passes from the sources to the targets, one for every row of vectors, by PyTorch's own engine."""
+    if not sources:
+        return [None] * len(targets)
+    outputs, inputs = [gradient_edge(edge) for edge in sources], [gradient_edge(edge) for edge in targets]
+
+    def passes(vectors: Sequence[Tensor], batched: bool) -> tuple[Tensor | None, ...]:
+        return torch.autograd.grad(outputs, inputs, vectors, retain_graph=True, allow_unused=True, is_grads_batched=batched)
+
+    return in_rows(lambda *vectors: passes(vectors, True), lambda *vectors: passes(vectors, False), rows)
+
+
+def in_rows(many: Callable[..., Sequence[Any]], one: Callable[..., Sequence[Any]], rows: Sequence[Tensor]) -> list[Any]:
+    """``many`` applied to all rows at once, or ``one`` to each: where there is only one, or PyTorch cannot batch an operator."""
+    if len(rows[0]) > 1:
+        try:
+            return list(many(*rows))
+        except RuntimeError:  # if it is not about batching, ``one`` raises it too
+            pass
+    found = [one(*row) for row in zip(*rows, strict=True)]
+    if len(found) == 1:
+        return [None if value is None else value.unsqueeze(0) for value in found[0]]
+    return [None if values[0] is None else torch.stack(values) for values in zip(*found, strict=True)]
+
+
+def zeros_at(edge: Edge) -> Tensor:
+    meta = metadata(edge)
+    return torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device)
+
+
+def add_products(total: list[Tensor | None], left: Diagonals, right: Diagonals, scale: float = 1) -> None:
+    """Add Σ a ∘ b over rows to each parameter's total."""
+    for k, (a, b) in enumerate(zip(left, right, strict=True)):
+        if a is not None and b is not None:
+            dtype = carrier(a.dtype)
+            product = (a.to(dtype) * b.to(dtype)).sum(0)
+            add_to(total, k, product if scale == 1 else product * scale)
+
+
+def add_to(total: Any, key: Any, value: Tensor) -> None:
+    """``total[key] += value``, where nothing, or None, is zero."""
+    present = total.get(key) if isinstance(total, dict) else total[key]
+    total[key] = value if present is None else present + value
