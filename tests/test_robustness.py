@@ -209,7 +209,7 @@ def test_tasks_are_those_of_rl():
     ("changed", "message"),
     [
         ({"humanoid_steps": -1}, "humanoid_steps=-1 is negative"),
-        ({"step_size": "1e-3;1"}, "step_size has numbers separated by commas, not '1e-3;1'"),
+        ({"step_size": "1e-3;1"}, "a step size is a number, not '1e-3;1'"),
         ({"optimizer": "sgd"}, "no optimizer is called 'sgd'"),
         ({"env": "cartpole-v1"}, "close to it: CartPole-v1"),
     ],
