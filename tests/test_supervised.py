@@ -549,6 +549,17 @@ def test_how_many_seeds_an_accuracy_is_of():
     assert math.isnan(sizes.y[1])  # where a line breaks
 
 
+def test_columns_that_would_say_nothing_are_left_out():
+    plain, scaled = trained("adahesscale", 0.1, 0), trained("scaled-adam", 0.1, 0)
+    plain.values["nonfinite_steps"] = scaled.values["nonfinite_steps"] = 0
+    (row,), _ = row_of([plain])
+    assert not row.keys() & {"shortened, %", "left out"}
+    scaled.values |= {"nonfinite_steps": 3, "scaled_share": 0.25}
+    first, second = row_of([plain, scaled])[0]
+    assert (first["shortened, %"], first["left out"]) == ("–", "0")
+    assert (second["shortened, %"], second["left out"]) == ("25", "3")
+
+
 def test_speed_is_compared_among_as_many_networks():
     alone, other = trained("adam", 0.1, 0), trained("adahesscale", 0.1, 0, pace=80.0)
     other.values["together"] = 5

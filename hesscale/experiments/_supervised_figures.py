@@ -157,9 +157,12 @@ def accuracies(trained: list[Trained], name: str) -> Table:
         "step size": lambda found: f"{found.best:g}{edge(found)}",
         **{f"{split} accuracy, %": percentage(split) for split in SPLITS},
         "test loss": lambda found: found.final("test_loss").text(".3g"),
-        "shortened, %": noted("scaled_share", ".0f", 100),
-        "left out": noted("nonfinite_steps", ".3g"),
     }
+    runs = [result.values for found in trained for result in found.runs]
+    if any("scaled_share" in values for values in runs):
+        columns["shortened, %"] = noted("scaled_share", ".0f", 100)
+    if any(values.get("nonfinite_steps") for values in runs):
+        columns["left out"] = noted("nonfinite_steps", ".3g")
     caption = (
         "Shortened: the share of steps that a trust region made shorter. Left out: how many steps, where gradients or curvature "
         "were not finite. Diverged: how many seeds, by step size; accuracies are those of the others."
@@ -230,4 +233,5 @@ def edge(found: Trained) -> str:
 
 def diverged(found: Trained) -> str:
     counts = {size: len(results) - len(finished(results)) for size, results in found.by_size.items()}
-    return ", ".join(f"{size:g}: {count} of {len(found.by_size[size])}" for size, count in counts.items() if count) or "none"
+    where = ", ".join(f"{size:g}: {count}" for size, count in counts.items() if count)
+    return f"{where} of {len(found.by_size[found.best])}" if where else "none"
