@@ -616,7 +616,10 @@ def test_optimizers_are_compared_over_all_environments():
         ["AdaHesScale", "0.001", section.items[1].rows[1][2]],
     ]
     assert section.items[1].rows[1][2].startswith("1.00 [")  # of 0, 1, 1 and 2, the middle two
-    assert "overall-a2c" not in [item.name for item in rl.sections(results[:4])[0].items]
+    longer = [dataclasses.replace(r, task=dataclasses.replace(r.task, env="a", steps=80)) for r in results[4:]]
+    elsewhere = [dataclasses.replace(r, task=dataclasses.replace(r.task, step_size=0.5)) for r in results[4:]]
+    for others in ([], longer, elsewhere):  # nothing that several environments have
+        assert "overall-a2c" not in [item.name for item in rl.sections([*results[:4], *others])[0].items]
 
 
 def test_curves_hold_the_last_return_of_a_seed():
@@ -703,6 +706,9 @@ def test_unknown_names_are_refused_with_close_ones():
         (rl.Settings(optimizer="sgd"), "no optimizer is called 'sgd'"),
         (rl.Settings(protocol="mine"), "protocol='mine' is not one of paper, cleanrl"),
         (rl.Settings(step_size="x"), "a number, not 'x'"),
+        (rl.Settings(optimizer="@1e-3"), "'@1e-3' is not of the form name or name@step size"),
+        (rl.Settings(optimizer="adam@"), "'adam@' is not of the form name or name@step size"),
+        (rl.Settings(env=","), "no environment is asked for"),
         (rl.Settings(steps=0), "must be positive"),
         (rl.Settings(eps=-1.0), "eps=-1.0 is out of range"),
         (rl.Settings(truncation="ignore"), "truncation='ignore' is not one of bootstrap, terminate"),

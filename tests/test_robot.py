@@ -132,3 +132,8 @@ def test_the_smoke_preset_runs(tmp_path, monkeypatch):
         EXPERIMENT.do(store, task, None)
     (found,) = robot.sections(EXPERIMENT.results(store, asked))
     assert [len(series.x) for series in found.items[3].series] == [2, 2]
+
+
+def test_optimizers_have_the_same_step_sizes():
+    with pytest.raises(ValueError, match="leave out @"):
+        robot.tasks(robot.Settings(optimizer="adam@1e-3,scaled-adam"))

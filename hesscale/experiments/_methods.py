@@ -14,7 +14,9 @@ def methods(optimizers: str, step_sizes: str, known: Mapping[str, object]) -> li
     """Optimizers with each of their step sizes: the one after @, else all of ``step_sizes``."""
     found: dict[tuple[str, float], None] = {}
     for text in filter(str.strip, optimizers.split(",")):
-        name, _, own = text.strip().partition("@")
+        name, at, own = text.strip().partition("@")
+        if not name or (at and not own):
+            raise ValueError(f"optimizer: {text.strip()!r} is not of the form name or name@step size")
         choose(name, known, "optimizer")
         for size in [own] if own else step_sizes.split(","):
             found[name, number(size)] = None

@@ -77,6 +77,8 @@ def tasks(settings: Settings) -> list[Config]:
     algos = choose(settings.algo, {name: name for name in ALGORITHMS}, "algorithm")
     pairs = methods(settings.optimizer, settings.step_size, OPTIMIZERS)
     environments = list(dict.fromkeys(name.strip() for name in settings.env.split(",") if name.strip()))
+    if not environments:
+        raise ValueError("no environment is asked for")
     for name in environments:
         check_name(name)
     for name, known in CHOICES.items():
@@ -309,7 +311,8 @@ def section(results: list[Result], end: str) -> Section:
     header = ["environment", "optimizer", "step size", "mean return", "return at the end", "diverged", "steps/s"]
     caption = (
         "Mean return: of the episode that a step belongs to, over all steps of a run; at the end: of the last tenth that seeds "
-        "which did not diverge logged. Means and standard errors over seeds. Steps/s: of all agents that learned together."
+        "which did not diverge logged. Means and standard errors over seeds. Steps/s: of all agents that learned together, on "
+        "whatever machine and beside whatever else: no comparison of optimizers."
     )
     table = Table(
         f"returns-{task.algo}{end}", f"{task.algo.upper()}: mean undiscounted return over the run", header, rows, caption
@@ -319,18 +322,22 @@ def section(results: list[Result], end: str) -> Section:
 
 def overall(results: list[Result], end: str) -> list[Table]:
     """How optimizers compare over all environments, if there are several."""
-    found = [scores_of(env, runs) for env, runs in sorted(by_environment(results).items())]
-    known = [scores for scores in found if scores is not None]
-    if len(known) < 2:
+    by_env = by_environment(results)
+    if len(by_env) > len({result.task.env for result in results}):  # of several lengths
         return []
+    found = [scores_of(env, runs) for env, runs in sorted(by_env.items())]
+    known = [scores for scores in found if scores is not None]
     estimates = {name: aggregate(known, name) for name in OPTIMIZERS}
     rows: list[Sequence[str]] = [
         [OPTIMIZERS[name].label, f"{size:g}", at.text()] for name, sizes in estimates.items() for size, at in sizes.items()
     ]
+    if len(known) < 2 or not rows:
+        return []
     algo = results[0].task.algo
     title = f"{algo.upper()}: {len(known)} environments together"
     caption = (
-        f"Interquartile means of scores over seeds and environments, with 95 % intervals of a stratified bootstrap. {DEFINITION}"
+        "Interquartile means of scores over environments and the seeds that all of them have, with 95 % intervals of a "
+        f"stratified bootstrap; of step sizes that all environments have. {DEFINITION}"
     )
     return [Table(f"overall-{algo}{end}", title, ["optimizer", "step size", "IQM"], rows, caption)]
 

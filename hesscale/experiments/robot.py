@@ -44,6 +44,8 @@ PRESETS = {
 
 
 def tasks(settings: Settings) -> list[Config]:
+    if "@" in settings.optimizer:
+        raise ValueError("optimizers are compared at the same step sizes, those of step_size; leave out @")
     return rl.tasks(rl.Settings(algo="ppo", env=ENV, **asdict(settings)))
 
 

@@ -14,6 +14,7 @@ from ..lab.statistics import summary
 from ..lab.store import Result
 from ..rl.config import OPTIMIZERS
 from . import rl
+from ._methods import HELP
 from ._normalised import DEFINITION, RESAMPLES, Estimate, Scores, aggregate, scores_of
 
 GRID = "3e-6,1e-5,3e-5,1e-4,3e-4,1e-3,3e-3,1e-2,1"
@@ -21,8 +22,8 @@ GRID = "3e-6,1e-5,3e-5,1e-4,3e-4,1e-3,3e-3,1e-2,1"
 
 @dataclass(frozen=True)
 class Settings(rl.Settings):
-    optimizer: str = option("adam,scaled-adam,scaled-adahesscale", f"separated by commas: {', '.join(OPTIMIZERS)}")
-    step_size: str = option(GRID, "separated by commas")
+    optimizer: str = option("adam,scaled-adam,scaled-adahesscale", f"{HELP}: {', '.join(OPTIMIZERS)}")
+    step_size: str = option(GRID, "separated by commas, where @ gives none")
 
 
 PRESETS = {
