@@ -14,7 +14,7 @@ from .heads import Unsettled
 from .holdings import pointers
 from .optim import CurvatureOptimizer
 from .options import Option, number_dtype
-from .shapes import CONSTANTS, Shape
+from .shapes import CONSTANTS, Shape, kind_of
 from .subject import CIRCUMSTANCES, Layout, Run, Subject
 from .tracing import functional, trace
 
@@ -253,7 +253,16 @@ class Abreast(Members):
     """Members that run the same code, each on its own tensors."""
 
     def own_tensors(self, layout: Layout) -> list[Tensor]:
-        return [tensor for member in self.members for tensor in member.own_tensors(layout)]
+        """Of all members, with the types and strides of the first one's, which the code is for."""
+        first = self.first.own_tensors(layout)
+        found = [*first]
+        for member in self.members[1:]:
+            own = member.own_tensors(layout)
+            if any(kind_of(a.detach()) != kind_of(b.detach()) for a, b in zip(own, first, strict=True)):
+                member.adopt(layout, [alike(a.detach(), b) for a, b in zip(own, first, strict=True)])
+                own = member.own_tensors(layout)
+            found += own
+        return found
 
     def number_tensors(self) -> list[Tensor]:
         return [tensor for member in self.members for tensor in member.number_tensors()]
@@ -296,6 +305,11 @@ def side_by_side(run: Run, shares: Sequence[Sequence[Tensor]], streams: Sequence
     for stream in streams:
         here.wait_stream(stream)
     return found
+
+
+def alike(tensor: Tensor, other: Tensor) -> Tensor:
+    """The same numbers with the type and the strides of another tensor."""
+    return torch.empty_strided(other.shape, other.stride(), dtype=other.dtype, device=other.device).copy_(tensor)
 
 
 HOW: dict[str, type[Members]] = {"vmap": Members, "abreast": Abreast}

@@ -19,6 +19,7 @@ from hesscale.func import ensemble as any_ensemble
 pytestmark = pytest.mark.usefixtures("double_precision")
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 MEMBERS = 4
+has_compiler = pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="no C++ compiler")
 chosen = {}
 
 
@@ -98,7 +99,7 @@ def test_members_equal_single_runs(name):
     assert len(runs.step.graphs) <= 2
 
 
-@pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="no C++ compiler")
+@has_compiler
 def test_a_compiled_ensemble():
     runs = Runs(
         OPTIMIZERS["trust radii"], network=lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), backend="inductor"
@@ -167,7 +168,7 @@ def test_convolutions_and_dropout():
     assert step.mode == "traced", step.reason
 
 
-@pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="no C++ compiler")
+@has_compiler
 def test_compiled_convolutions():
     train_images(nn.ELU, backend="inductor").check("compiled")
 
@@ -187,6 +188,20 @@ def test_members_abreast_are_the_same_to_the_last_bit(make):
     for model, other in zip(models, copies, strict=True):
         assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
     assert [o.scaled_share for o in optimizers] == [o.scaled_share for o in alone]
+
+
+@has_compiler
+def test_members_whose_tensors_lie_differently_in_memory():
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.Conv2d(2, 3, 3), nn.ELU(), nn.Flatten(), nn.Linear(27, 3)) for _ in range(2)]
+    models[1].to(memory_format=torch.channels_last)
+    alone = copy.deepcopy(models)
+    step = ensemble(models, loss_fn, [ada(m.parameters()) for m in models])
+    steps = [hesscale.compile_step(m, loss_fn, ada(m.parameters()), backend="eager") for m in alone]
+    for _ in range(4):
+        x, y = torch.randn(2, 4, 2, 5, 5), torch.randint(0, 3, (2, 4))
+        torch.testing.assert_close(step(x, y), torch.stack([each(x[k], y[k]) for k, each in enumerate(steps)]), **CLOSE)
+    assert step.mode == "compiled"
 
 
 def test_streams_begin_where_the_current_one_is_and_are_waited_for(monkeypatch):
