@@ -48,7 +48,8 @@ def estimate(
         method: one of :func:`names`.
         loss: a real scalar with a graph.
         params: leaves of that graph.
-        num_samples: draws of the random methods (``ggn_mc``, ``hutchinson``, ``kfac``), which return their mean.
+        num_samples: draws of the random methods (``ggn_mc``, ``ggn_mc_per_sample``, ``hutchinson``, ``kfac``), which return
+            their mean.
         outputs: the model's outputs, for methods that ask where the model ends and the loss begins; found by default, as in
             :func:`hesscale.backward`.
         generator: where the random methods draw from; torch's default otherwise.
