@@ -19,6 +19,7 @@ from .members import Epoch, Measured, Members
 from .problems import PROBLEMS
 
 CHECKPOINT_SECONDS = 20.0
+is_channels_last = True
 
 
 def run(task: Task, run: Run, data: Path | None) -> Mapping[str, Any]:
@@ -127,7 +128,11 @@ def draw_all(tasks: Sequence[Task], images: Images, epoch: int) -> list[Draws]:
 def members_of(tasks: Sequence[Task], images: Images) -> Members:
     task, problem = tasks[0], PROBLEMS[tasks[0].problem]
     device = images.train.images.device
-    models = [problem.network(images.classes, each.seed, task.activation, task.padding).to(device) for each in tasks]
+    layout = torch.channels_last if device.type == "cuda" and is_channels_last else torch.contiguous_format
+    models = [
+        problem.network(images.classes, each.seed, task.activation, task.padding).to(device, memory_format=layout)
+        for each in tasks
+    ]
     optimizers = [optimizer_of(each, model) for each, model in zip(tasks, models, strict=True)]
     return Members(
         *(models, optimizers, images),
