@@ -48,7 +48,7 @@ def ensemble(
             each tensor, or one for all.
         how: ``"vmap"``, one graph whose tensors have a dimension for the members: fastest for small networks, whose kernels take
             longer to start than to run. ``"abreast"``, the graph of one member, run for each of them, on a GPU side by side: for
-            convolutions, which vmap makes slow; a member is bit for bit what it would be alone.
+            convolutions, which vmap makes slow; on a CPU a member is bit for bit what it would be alone.
         backend, cuda_graph, options: as in :func:`hesscale.compile_step`.
 
     Example:

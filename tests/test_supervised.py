@@ -269,6 +269,7 @@ def without_dropout(classes, activation, padding):
     [
         *itertools.product(("sgd", "adam", "adahessian", "ggnmc", "scaled-adahesscale"), (1, 2), ["eager"]),
         ("ggnmc", 2, "traced"),
+        ("adahesscale-10th", 2, "traced"),
         ("adam", 1, "traced"),
     ],
 )

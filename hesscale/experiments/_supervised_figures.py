@@ -106,8 +106,8 @@ def describe(results: list[Result]) -> str:
     where = f"{', '.join(machines) or task.device}, {task.precision}, {task.backend}"
     parts = [
         f"Task {task.problem}, activation {task.activation}, padding {task.padding}, L2 {task.l2:g}, batches of {task.batch}, "
-        f"{task.epochs} epochs, images for training {changes}; {seeds} seeds, each with the same initial network, batches and "
-        "images for every optimizer.",
+        f"{task.epochs} epochs, images for training {changes}; {seeds} seed{'s' * (seeds > 1)}, with the same initial "
+        "network, batches and images for every optimizer.",
         "Shown is the step size with the highest accuracy on the validation split at the end, where a seed that diverged counts "
         "as 0, with mean and standard error over the seeds that did not. A seed diverged when its loss was not finite, or in an "
         "epoch of which more than half of the steps were left out because gradients were not.",
@@ -160,7 +160,7 @@ def accuracies(trained: list[Trained], name: str) -> Table:
     }
     runs = [result.values for found in trained for result in found.runs]
     if any("scaled_share" in values for values in runs):
-        columns["shortened, %"] = noted("scaled_share", ".0f", 100)
+        columns["shortened, %"] = noted("scaled_share", ".2g", 100)
     if any(values.get("nonfinite_steps") for values in runs):
         columns["left out"] = noted("nonfinite_steps", ".3g")
     caption = (

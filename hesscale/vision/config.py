@@ -28,6 +28,8 @@ OPTIMIZERS = {
     "ggnmc-batch": Kind("GGN-MC, batch", GGNMC),
     "adahesscale": Kind("AdaHesScale", AdaHesScale),
     "adahesscale-gn": Kind("AdaHesScaleGN", AdaHesScaleGN),
+    "adahesscale-bf16": Kind("AdaHesScale, curvature in bf16", functools.partial(AdaHesScale, curvature_dtype=torch.bfloat16)),
+    "adahesscale-10th": Kind("AdaHesScale, curvature every 10th step", functools.partial(AdaHesScale, curvature_every=10)),
     "scaled-adam": Kind("Scaled Adam", Adam, True),
     "scaled-adahesscale": Kind("Scaled AdaHesScale", AdaHesScale, True),
     "scaled-adahesscale-gn": Kind("Scaled AdaHesScaleGN", AdaHesScaleGN, True),

@@ -17,7 +17,6 @@ from ..optim import CurvatureOptimizer
 from .images import UNIFORM, Draws, Images, Split, augmented
 
 PRECISIONS = ("float32", "tf32", "bf16")
-HOW = "abreast"
 WARM_UP = 4  # steps until one runs as all later ones do: in eager mode, compiled, captured
 AT_ONCE = 8192  # images that are made ready at once
 EVALUATED_AT_ONCE = 2000
@@ -75,7 +74,7 @@ class Members:
         self.step: CompiledStep = (
             compile_step(models[0], loss_of, optimizers[0], backend=backend)
             if len(models) == 1
-            else ensemble(models, loss_of, optimizers, how=HOW if has_convolutions else "vmap", backend=backend)
+            else ensemble(models, loss_of, optimizers, how="abreast" if has_convolutions else "vmap", backend=backend)
         )
 
     @property

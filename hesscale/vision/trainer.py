@@ -19,7 +19,6 @@ from .members import Epoch, Measured, Members
 from .problems import PROBLEMS
 
 CHECKPOINT_SECONDS = 20.0
-is_channels_last = True
 
 
 def run(task: Task, run: Run, data: Path | None) -> Mapping[str, Any]:
@@ -128,11 +127,10 @@ def draw_all(tasks: Sequence[Task], images: Images, epoch: int) -> list[Draws]:
 def members_of(tasks: Sequence[Task], images: Images) -> Members:
     task, problem = tasks[0], PROBLEMS[tasks[0].problem]
     device = images.train.images.device
-    layout = torch.channels_last if device.type == "cuda" and is_channels_last else torch.contiguous_format
-    models = [
-        problem.network(images.classes, each.seed, task.activation, task.padding).to(device, memory_format=layout)
-        for each in tasks
-    ]
+    models = [problem.network(images.classes, each.seed, task.activation, task.padding).to(device) for each in tasks]
+    if device.type == "cuda":  # cuDNN's fast kernels have channels last
+        for model in models:
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     optimizers = [optimizer_of(each, model) for each, model in zip(tasks, models, strict=True)]
     return Members(
         *(models, optimizers, images),
