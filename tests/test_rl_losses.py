@@ -17,6 +17,8 @@ from torch.nn import functional as F
 import hesscale
 from hesscale import losses
 from hesscale.heads import Head
+from hesscale.losses.arguments import reduce
+from hesscale.losses.surrogates import clipped
 
 N, A, K = 7, 3, 5
 GENERATOR = torch.Generator().manual_seed(0)
@@ -110,7 +112,7 @@ for scale in SCALES:
         )
     case(
         f"ppo on log-probabilities, {scale}",
-        lambda m, v, k=scale, old=full, reduction="mean": losses.reduce(
+        lambda m, v, k=scale, old=full, reduction="mean": reduce(
             surrogate(losses.gaussian_log_prob(m, ACTIONS, **{k: v}), old), reduction
         ),
         lambda m, v, k=scale, old=full: surrogate(normal_log_prob(m, ACTIONS, k, v), old),
@@ -137,7 +139,7 @@ case(
 )
 case(
     "ppo on log-probabilities, logits",
-    lambda z, reduction="mean": losses.reduce(surrogate(losses.categorical_log_prob(z, CLASSES), OLD_CLASS), reduction),
+    lambda z, reduction="mean": reduce(surrogate(losses.categorical_log_prob(z, CLASSES), OLD_CLASS), reduction),
     lambda z: surrogate(class_log_prob(z), OLD_CLASS),
     LOGITS,
 )
@@ -157,7 +159,7 @@ def total(per_sample: Tensor, reduction: str) -> Tensor:
     """A scalar: "none" is tried with a different weight, of either sign, for each sample."""
     if reduction == "none":
         return (per_sample * torch.arange(-3.0, 4.0, dtype=per_sample.dtype)).sum()
-    return losses.reduce(per_sample, reduction)
+    return reduce(per_sample, reduction)
 
 
 def ours_and_theirs(name: str, reduction: str, inputs: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -248,7 +250,7 @@ def test_surrogate_at_a_ratio(ratio: float, advantage: float) -> None:
     advantages = torch.tensor([advantage], dtype=torch.float64)
     ratio_of = log_prob.exp()
     reference = -torch.min(ratio_of * advantages, ratio_of.clamp(0.75, 1.25) * advantages).sum()
-    value, slope, bend = losses.clipped(0.25, log_prob.detach(), advantages, torch.zeros(1).double())
+    value, slope, bend = clipped(0.25, log_prob.detach(), advantages, torch.zeros(1).double())
     assert value == reference
     (gradient,) = torch.autograd.grad(reference, log_prob, retain_graph=True)
     assert slope == gradient
@@ -475,6 +477,14 @@ def test_half_precision_is_evaluated_in_float32() -> None:
     assert loss.dtype == torch.float32
     hesscale.backward(loss)
     torch.testing.assert_close(mean.hess_diag, ((-2 * LOG_STD.bfloat16().float()).exp() / N).bfloat16())
+    assert losses.gaussian_entropy(log_std=LOG_STD.bfloat16()).dtype == torch.float32
+
+
+def test_squares_beyond_half_precision() -> None:
+    values, returns = torch.full((3,), 300.0, dtype=torch.float16, requires_grad=True), torch.zeros(3, dtype=torch.float16)
+    for loss in (losses.value_loss(values, returns), losses.clipped_value_loss(values, returns, returns, clip=math.inf)):
+        assert loss == 90_000
+        assert hesscale.grad(loss, values)[1][0].tolist() == pytest.approx([2 / 3] * 3, rel=1e-3)
 
 
 def test_actions_that_are_ruled_out() -> None:

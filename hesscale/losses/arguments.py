@@ -1,0 +1,36 @@
+"""Arguments that the losses have in common, and what users are told otherwise."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+REDUCTIONS = ("mean", "sum", "none")
+
+
+def reduce(per_sample: Tensor, reduction: str) -> Tensor:
+    check_reduction(reduction)
+    return per_sample.mean() if reduction == "mean" else per_sample.sum() if reduction == "sum" else per_sample
+
+
+def check_constants(of: str, parameter: Tensor, shape: torch.Size, **constants: Tensor) -> None:
+    """Constants match the parameter that they are compared with, and carry no gradient that would be lost."""
+    for name, constant in constants.items():
+        if constant.shape != shape:
+            raise ValueError(
+                f"{name} has shape {tuple(constant.shape)}, which does not match {of} with shape {tuple(parameter.shape)}. "
+                f"Expected {tuple(shape)}"
+            )
+        if constant.requires_grad:
+            raise ValueError(f"{name} requires a gradient, but counts as constant in this loss. Pass {name}.detach()")
+
+
+def check_clip(clip: float) -> float:
+    if not clip >= 0:
+        raise ValueError(f"clip={clip} must not be negative")
+    return clip
+
+
+def check_reduction(reduction: str) -> None:
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction={reduction!r} is not one of {', '.join(map(repr, REDUCTIONS))}")
