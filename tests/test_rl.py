@@ -20,6 +20,7 @@ np = pytest.importorskip("numpy")
 from hesscale import losses as hesscale_losses  # noqa: E402
 from hesscale.errors import NonFiniteError  # noqa: E402
 from hesscale.experiments import rl  # noqa: E402
+from hesscale.experiments._rl_figures import averaged  # noqa: E402
 from hesscale.lab.experiment import as_task  # noqa: E402
 from hesscale.lab.marks import check  # noqa: E402
 from hesscale.lab.store import Pause, Result, Store  # noqa: E402
@@ -626,7 +627,7 @@ def test_curves_hold_the_last_return_of_a_seed():
     def result(points, diverged_at=None):
         return Result(CONFIG, {"diverged_at": diverged_at}, {"charts/episodic_return": points}, {})
 
-    found = rl.averaged([result([(10, 1.0), (30, 5.0)]), result([(20, 3.0), (30, 7.0)], diverged_at=30)], -1.0)
+    found = averaged([result([(10, 1.0), (30, 5.0)]), result([(20, 3.0), (30, 7.0)], diverged_at=30)], -1.0)
     assert {step: at.mean for step, at in found.items()} == {20: 2.0, 30: 2.0}
 
 

@@ -15,6 +15,7 @@ from ..lab.statistics import Summary, summary
 from ..lab.store import Result
 from ..rl.config import OPTIMIZERS, Config
 from . import rl
+from ._rl_figures import averaged, conditions, curve
 
 ENV = "hesscale/UR-Reacher-2D-v0"
 STANDING_STILL = -74.1  # mean return of the policy that does nothing, over 1.4 million targets
@@ -79,7 +80,7 @@ class Course(NamedTuple):
 
 def smoothed(result: Result) -> dict[int, Summary]:
     """At each logged step, from the first whole window on: the returns that were logged in the window that ends there."""
-    points, window = rl.curve(result), WINDOW * result.task.steps
+    points, window = curve(result), WINDOW * result.task.steps
     inside = {step: [value for at, value in points if step - window < at <= step] for step, _ in points if step >= window}
     return {step: summary(values) for step, values in inside.items()}
 
@@ -113,7 +114,7 @@ def section(results: list[Result], end: str) -> Section:
     runs = {name: sorted((r for r in results if r.task.optimizer == name), key=lambda r: r.task.seed) for name in OPTIMIZERS}
     runs = {name: found for name, found in runs.items() if found}
     text = (
-        f"PPO on {task.env} for {task.steps:,} steps, α = {task.step_size:g}, {rl.conditions(task)}. Returns are undiscounted; "
+        f"PPO on {task.env} for {task.steps:,} steps, α = {task.step_size:g}, {conditions(task)}. Returns are undiscounted; "
         f"an episode is 4 s, or 100 steps. Standing still returns −{-STANDING_STILL:g} on average.\n\n"
         "The paper finds on a real UR5 that the policy learned by Adam deteriorates in many of five runs, after a peak at about "
         "80,000 steps, and that Scaled Adam's does in none.\n\n"
@@ -168,10 +169,10 @@ def runs_table(runs: dict[str, list[Result]], end: str) -> Table:
 
 
 def mean_plot(runs: dict[str, list[Result]], end: str) -> Plot:
-    worst = min((value for found in runs.values() for result in found for _, value in rl.curve(result)), default=0.0)
+    worst = min((value for found in runs.values() for result in found for _, value in curve(result)), default=0.0)
     series = []
     for name, found in runs.items():
-        points = rl.averaged(found, worst)
+        points = averaged(found, worst)
         low, high = ([at.mean + sign * (at.error or 0) for at in points.values()] for sign in (-1, 1))
         series.append(Series(OPTIMIZERS[name].label, list(points), [at.mean for at in points.values()], low, high))
     caption = "Episodes since the last point; mean and standard error over runs, of which those that diverged count as the worst."

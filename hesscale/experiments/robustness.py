@@ -16,6 +16,7 @@ from ..rl.config import OPTIMIZERS
 from . import rl
 from ._methods import HELP
 from ._normalised import DEFINITION, RESAMPLES, Estimate, Scores, aggregate, scores_of
+from ._rl_figures import by_environment, by_way, conditions, lengths
 
 GRID = "3e-6,1e-5,3e-5,1e-4,3e-4,1e-3,3e-3,1e-2,1"
 
@@ -38,17 +39,17 @@ PRESETS = {
 
 def sections(results: list[Result]) -> list[Section]:
     """One for each algorithm and way to train."""
-    return [section(found, end) for found, end in rl.by_way(results)]
+    return [section(found, end) for found, end in by_way(results)]
 
 
 def section(results: list[Result], end: str) -> Section:
     """``end`` tells the files of several sections apart."""
-    task, by_env = results[0].task, rl.by_environment(results)
+    task, by_env = results[0].task, by_environment(results)
     known = [scores for env, found in by_env.items() if (scores := scores_of(env, found)) is not None]
     kinds = [name for name in OPTIMIZERS if any(result.task.optimizer == name for result in results)]
     whole = len(by_env) * len({(r.task.optimizer, r.task.step_size) for r in results}) * len({r.task.seed for r in results})
     paragraphs = [
-        f"{task.algo.upper()} with {rl.conditions(task)}. {rl.lengths(results)}.",
+        f"{task.algo.upper()} with {conditions(task)}. {lengths(results)}.",
         f"{DEFINITION} The paper finds both scaled optimizers insensitive to the step size with PPO, except on Humanoid.",
     ]
     if len(results) < whole:

@@ -1,0 +1,169 @@
+"""What agents show: return by steps of the environment, by environment and optimizer, and scores over all environments."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from ..lab.plots import Plot, Section, Series, Table
+from ..lab.statistics import Summary, summary
+from ..lab.store import Result
+from ..rl.config import OPTIMIZERS, Config
+from ._normalised import DEFINITION, aggregate, scores_of
+
+
+def sections(results: list[Result]) -> list[Section]:
+    """One for each algorithm and way to train."""
+    return [section(found, end) for found, end in by_way(results)]
+
+
+def by_way(results: list[Result]) -> Iterator[tuple[list[Result], str]]:
+    """Those of one algorithm that differ in environment, optimizer, step size, seed and length alone; an end for their files."""
+    apart = ("env", "optimizer", "step_size", "seed", "steps")
+    groups: dict[tuple[Any, ...], list[Result]] = {}
+    for result in results:
+        groups.setdefault(tuple((k, v) for k, v in asdict(result.task).items() if k not in apart), []).append(result)
+    number: Counter[str] = Counter()  # of groups, by algorithm
+    for found in groups.values():
+        number[algo := found[0].task.algo] += 1
+        yield found, f"-{number[algo]}" if number[algo] > 1 else ""
+
+
+def section(results: list[Result], end: str) -> Section:
+    """``end`` tells the files of several sections apart."""
+    task = results[0].task
+    networks = "a network each for mean, variance (or logits) and value" if task.protocol == "paper" else "CleanRL's protocol"
+    text = (
+        f"{task.algo.upper()} with {networks}; {conditions(task)}. {lengths(results)}. Returns are undiscounted. A seed that "
+        "diverged counts as the worst of all runs in its environment."
+    )
+    groups: dict[str, dict[tuple[str, float], list[Result]]] = {}
+    order = {name: k for k, name in enumerate(OPTIMIZERS)}
+    for env, found in sorted(by_environment(results).items()):
+        for result in sorted(found, key=lambda r: (order[r.task.optimizer], r.task.step_size, r.task.seed)):
+            groups.setdefault(env, {}).setdefault((result.task.optimizer, result.task.step_size), []).append(result)
+    rows: list[Sequence[str]] = []
+    plots = []
+    for env, cells in groups.items():
+        known = [r.values["mean_return"] for found in cells.values() for r in found if r.values["mean_return"] is not None]
+        scores = {cell: score_of(found, min(known)) for cell, found in cells.items()} if known else {}
+        rows += [row(env, *cell, found, scores.get(cell)) for cell, found in cells.items()]
+        plots.append(plot(env, cells, scores, f"return-{task.algo}-{env.replace('/', '-')}{end}"))
+    header = ["environment", "optimizer", "step size", "mean return", "return at the end", "diverged", "steps/s"]
+    caption = (
+        "Mean return: of the episode that a step belongs to, over all steps of a run; at the end: of the last tenth that seeds "
+        "which did not diverge logged. Means and standard errors over seeds. Steps/s: of all agents that learned together, on "
+        "whatever machine and beside whatever else: no comparison of optimizers."
+    )
+    table = Table(
+        f"returns-{task.algo}{end}", f"{task.algo.upper()}: mean undiscounted return over the run", header, rows, caption
+    )
+    return Section(f"{task.algo.upper()}, {task.protocol} protocol", text, [table, *overall(results, end), *plots])
+
+
+def overall(results: list[Result], end: str) -> list[Table]:
+    """How optimizers compare over all environments, if there are several."""
+    by_env = by_environment(results)
+    if len(by_env) > len({result.task.env for result in results}):  # of several lengths
+        return []
+    found = [scores_of(env, runs) for env, runs in sorted(by_env.items())]
+    known = [scores for scores in found if scores is not None]
+    estimates = {name: aggregate(known, name) for name in OPTIMIZERS}
+    rows: list[Sequence[str]] = [
+        [OPTIMIZERS[name].label, f"{size:g}", at.text()] for name, sizes in estimates.items() for size, at in sizes.items()
+    ]
+    if len(known) < 2 or not rows:
+        return []
+    algo = results[0].task.algo
+    title = f"{algo.upper()}: {len(known)} environments together"
+    caption = (
+        "Interquartile means of scores over environments and the seeds that all of them have, with 95 % intervals of a "
+        f"stratified bootstrap; of step sizes that all environments have. {DEFINITION}"
+    )
+    return [Table(f"overall-{algo}{end}", title, ["optimizer", "step size", "IQM"], rows, caption)]
+
+
+def by_environment(results: list[Result]) -> dict[str, list[Result]]:
+    """By name, with the number of steps where an environment has several."""
+    counts = Counter(env for env, _ in {(result.task.env, result.task.steps) for result in results})
+    groups: dict[str, list[Result]] = {}
+    for result in results:
+        env = result.task.env
+        groups.setdefault(env if counts[env] == 1 else f"{env}, {result.task.steps:,} steps", []).append(result)
+    return groups
+
+
+def conditions(task: Config) -> str:
+    """How agents are trained, as part of a sentence."""
+    return (
+        f"ε = {task.eps:g}, Δ = {task.trust_radius:g} for scaled optimizers, {'½ ' if task.half_value_loss else ''}(v − R)² for "
+        f"the critic, observations and rewards {'normalised' if task.normalize else 'as they are'}, episodes that are cut off "
+        f"{'worth what their last state is' if task.truncation == 'bootstrap' else 'taken for terminated ones'}"
+    )
+
+
+def lengths(results: list[Result]) -> str:
+    envs: dict[int, dict[str, None]] = {}
+    for result in results:
+        envs.setdefault(result.task.steps, {})[result.task.env] = None
+    return "; ".join(f"{', '.join(names)}: {steps:,} steps" for steps, names in envs.items())
+
+
+def score_of(found: list[Result], worst: float) -> Summary:
+    """Mean return over seeds; ``worst`` for those that diverged or finished no episode."""
+    values = [r.values["mean_return"] if r.values["diverged_at"] is None else None for r in found]
+    return summary([worst if value is None else value for value in values])
+
+
+def row(env: str, optimizer: str, size: float, found: list[Result], score: Summary | None) -> list[str]:
+    alive = [r for r in found if r.values["diverged_at"] is None]
+    ends = [[v for step, v in curve(r) if step > 0.9 * r.task.steps] for r in alive]
+    last = [sum(values) / len(values) for values in ends if values]
+    paces = [r.values["steps_per_second"] for r in found if r.values["steps_per_second"] is not None]
+    return [
+        env,
+        OPTIMIZERS[optimizer].label,
+        f"{size:g}",
+        score.text(".1f") if score else "–",
+        summary(last).text(".1f") if last else "–",
+        f"{len(found) - len(alive)} of {len(found)}",
+        f"{summary(paces).mean:,.0f}" if paces else "–",
+    ]
+
+
+def curve(result: Result) -> list[tuple[int, float]]:
+    return list(result.metrics.get("charts/episodic_return", []))
+
+
+def plot(env: str, cells: dict[tuple[str, float], list[Result]], scores: dict[tuple[str, float], Summary], name: str) -> Plot:
+    """Return by steps, each optimizer at the step size with the best score."""
+    best: dict[str, tuple[str, float]] = {}
+    for cell in scores:
+        if cell[0] not in best or scores[cell].mean > scores[best[cell[0]]].mean:
+            best[cell[0]] = cell
+    everything = [value for found in cells.values() for result in found for _, value in curve(result)]
+    series = []
+    for optimizer, cell in best.items():
+        points = averaged(cells[cell], min(everything, default=0.0))
+        low, high = ([at.mean + sign * (at.error or 0) for at in points.values()] for sign in (-1, 1))
+        label = f"{OPTIMIZERS[optimizer].label}, α = {cell[1]:g}"
+        series.append(Series(label, list(points), [at.mean for at in points.values()], low, high))
+    caption = "Episodes since the last point; mean and standard error over seeds, each optimizer at its best step size."
+    return Plot(name, f"Return on {env}", series, "steps", "return", caption=caption)
+
+
+def averaged(found: list[Result], worst: float) -> dict[int, Summary]:
+    """Over seeds, by step: of each seed the last return so far, and ``worst`` once it diverged."""
+    curves = [dict(curve(result)) for result in found]
+    latest: list[float | None] = [None] * len(found)
+    points = {}
+    for step in sorted({step for points in curves for step in points}):
+        for k, result in enumerate(found):
+            gone = result.values["diverged_at"]
+            latest[k] = worst if gone is not None and step >= gone else curves[k].get(step, latest[k])
+        known = [value for value in latest if value is not None]
+        if len(known) == len(found):
+            points[step] = summary(known)
+    return points
