@@ -12,11 +12,12 @@ from torch.fx import GraphModule
 from .compiled import CompiledStep
 from .heads import Unsettled
 from .holdings import pointers
+from .mapping import functional
 from .optim import CurvatureOptimizer
 from .options import Option, number_dtype
 from .shapes import CONSTANTS, Shape, kind_of
 from .subject import CIRCUMSTANCES, Layout, Run, Subject
-from .tracing import functional, trace
+from .tracing import trace
 
 
 def ensemble(
@@ -273,20 +274,22 @@ class Abreast(Members):
         return self.first.trace(layout, shape, self.example(tensors))
 
     def example(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return self.share(tensors, 0)
+        return self.share(tensors, 0, self.own)
 
-    def share(self, tensors: Sequence[Tensor], k: int) -> list[Tensor]:
-        """What a step of member k takes."""
+    def share(self, tensors: Sequence[Tensor], k: int, own: int) -> list[Tensor]:
+        """What a step of member k takes, each of whom has so many tensors of its own."""
         count, numbers = len(self.members), len(self.first.numbers.changing)
-        ends = count * self.own, count * (self.own + numbers)
-        own, found, batch = tensors[: ends[0]], tensors[ends[0] : ends[1]], tensors[ends[1] :]
-        return [*own[k * self.own : (k + 1) * self.own], *found[k * numbers : (k + 1) * numbers], *self.part(batch, k)]
+        ends = count * own, count * (own + numbers)
+        held, found, batch = tensors[: ends[0]], tensors[ends[0] : ends[1]], tensors[ends[1] :]
+        return [*held[k * own : (k + 1) * own], *found[k * numbers : (k + 1) * numbers], *self.part(batch, k)]
 
     def arranged(self, run: Run) -> Run:
+        """A step of each member, of code for what was traced last."""
         streams = [torch.cuda.Stream() for _ in self.members[1:]] if self.first.parameters()[0].is_cuda else []
+        own = self.own
 
         def steps(*given: Tensor) -> list[Tensor]:
-            shares = [self.share(given, k) for k in range(len(self.members))]
+            shares = [self.share(given, k, own) for k in range(len(self.members))]
             found = side_by_side(run, shares, streams) if streams else [run(*share) for share in shares]
             return [torch.stack(column) for column in zip(*found, strict=True)]
 

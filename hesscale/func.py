@@ -25,8 +25,9 @@ from .ensembles import Ensemble as Ensemble
 from .ensembles import ensemble as ensemble
 from .errors import CompileWarning
 from .heads import Unsettled
+from .mapping import functional
 from .nearby import MOST_ENTRIES, Near, is_of_a_library, known_now, shown
-from .tracing import MAKES, OUTSIDE, CannotTrace, functional, trace
+from .tracing import MAKES, OUTSIDE, CannotTrace, trace
 
 MOST_RECORDS = 64
 CAN_TELL_ALL = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)  # functions of torch too, when it compiles

@@ -367,7 +367,7 @@ class Subject:
         numbers = [next(remaining) for _ in self.numbers.changing]
         with self.optimizer_holds(parameters, state, counters, numbers), self.model_holds(parameters, buffers):
             loss, etas = self.take_step(shape.batch(list(remaining)))
-            return [loss, *[eta for eta in etas if eta is not None]]
+            return [loss, *[loss.new_ones(()) if eta is None else eta for eta in etas]]
 
     @contextlib.contextmanager
     def model_holds(self, parameters: list[Tensor], buffers: list[Tensor]) -> Iterator[None]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributions import Distribution
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -148,51 +148,6 @@ REASONS = {
 }
 
 
-def functional(graph: GraphModule, tensors: Sequence[Tensor]) -> GraphModule:
-    """The same graph, where in-place changes are left to copies into the arguments at its end: what vmap can map."""
-    with torch.no_grad():
-        pure = make_fx(torch.func.functionalize(graph), tracing_mode="fake")(*tensors)
-    for node in list(pure.graph.nodes):
-        if node.target is torch.ops.aten.detach.default:
-            node.replace_all_uses_with(node.args[0])
-        elif node.target is torch.ops.aten.copy.default and is_alike(*node.args[:2]):
-            node.replace_all_uses_with(node.args[1])
-    pure.graph.eliminate_dead_code()
-    return mappable(pure)
-
-
-def mappable(graph: GraphModule) -> GraphModule:
-    """The same graph, without what vmap cannot do or gets wrong; what depends on places in memory is refused."""
-    aten, add = torch.ops.aten, graph.graph.call_function
-    for node in list(graph.graph.nodes):
-        if "as_strided" in str(node.target):
-            raise CannotTrace("it uses as_strided, which depends on where its tensors lie in memory")
-        with graph.graph.inserting_before(node):
-            if node.target is aten.bernoulli.p:  # draws the same for all where its input, of which only the shape matters, is one
-                like = node.args[0].meta["val"]
-                kind = {"dtype": like.dtype, "device": like.device}
-                node.args = add(aten.empty.memory_format, (list(like.shape),), kind), *node.args[1:]
-            elif node.target is aten.slice_scatter.default and len(node.args) > 4:  # overflows at an end that is far out
-                x, y, dim, start, end, *step = node.args
-                node.args = x, y, dim, start, min(end, x.meta["val"].shape[dim]), *step
-            elif node.target is aten.index_fill.int_Tensor:  # fills in the last of many values where these alone are mapped
-                x, dim, index, value = node.args
-                places = [None] * (dim % max(x.meta["val"].dim(), 1)) + [index]
-                node.replace_all_uses_with(add(aten.index_put.default, (x, places, value)))
-                graph.graph.erase_node(node)
-            elif node.target is aten._cdist_backward.default:  # is wrong for all but the first where g alone is mapped
-                g, x, y, p, distances = node.args
-                flag = add(aten.isnan.default, (add(aten.sum.default, (g,)),))
-                x, y, distances = (add(aten.where.self, (flag, value, value)) for value in (x, y, distances))
-                node.args = g, x, y, p, distances
-    return without_strides(graph)
-
-
-def is_alike(a: Any, b: Any) -> bool:
-    a, b = a.meta["val"], b.meta["val"]
-    return bool(a.shape == b.shape and a.dtype == b.dtype)
-
-
 def compile_graph(graph: GraphModule, tensors: Sequence[Tensor]) -> Callable[..., Any]:
     """TorchInductor's code for a flat graph and tensors like these; random numbers are those of eager mode."""
     from torch import _inductor
@@ -213,12 +168,20 @@ def for_cpu(graph: GraphModule) -> GraphModule:
     for node in list(found.graph.nodes):
         like = node.meta.get("val")
         if node.target in own and like.device.type == "cpu" and like.dtype is torch.float32:
-            piece = make_fx(own[node.target])(torch.zeros(1)).graph
-            with found.graph.inserting_before(node):
-                node.replace_all_uses_with(found.graph.graph_copy(piece, {next(iter(piece.nodes)): node.args[0]}))
-            found.graph.erase_node(node)
+            put_in_place(node, own[node.target])
     found.recompile()
     return found
+
+
+def put_in_place(node: Node, function: Callable[[Tensor], Tensor]) -> None:
+    """What a function makes of the node's first argument, in the node's place."""
+    like = node.meta["val"]
+    piece = make_fx(function, tracing_mode="fake")(torch.empty(like.shape, dtype=like.dtype, device=like.device)).graph
+    argument: Any = node.args[0]
+    with node.graph.inserting_before(node):
+        found: Any = node.graph.graph_copy(piece, {next(iter(piece.nodes)): argument})
+    node.replace_all_uses_with(found)
+    node.graph.erase_node(node)
 
 
 def tanh(x: Tensor) -> Tensor:

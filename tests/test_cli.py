@@ -127,10 +127,11 @@ def test_a_damaged_run_is_named(invoke, tmp_path):
     assert "damaged" in words_of(invoke("runs"))
 
 
-def test_absent_data_is_named(invoke):
+def test_absent_data_is_named(invoke, tmp_path):
     result = invoke("quality", "--preset", "smoke", "--dataset", "mnist", "--workers", "1", "--data", "nowhere")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "hesscale data mnist" in words_of(result)
+    assert not (tmp_path / "out").exists()  # nothing was begun
 
 
 def mnist_like(root, seed):
@@ -157,10 +158,13 @@ def test_runs_with_other_data_of_the_same_name_are_not_mixed_up(invoke, tmp_path
 
 
 def test_a_failed_request_does_not_hide_what_was_done(invoke, tmp_path):
-    assert invoke("quality", "--preset", "smoke", "--examples", "1", "--workers", "1").exit_code == 0
-    assert invoke("quality", "--preset", "smoke", "--dataset", "mnist", "--data", "nowhere", "--workers", "1").exit_code == 1
+    command = ["supervised", "--preset", "smoke", "--optimizer", "adam@0.01", "--seeds", "1", "--epochs", "1", "--workers", "1"]
+    assert invoke(*command).exit_code == 0
+    assert invoke(*command, "--batch", "5000").exit_code == 1  # more than there are images
     assert invoke("report", "--no-page").exit_code == 0
-    assert "--examples=1" in (tmp_path / "out" / "report" / "summary.json").read_text()
+    summary = (tmp_path / "out" / "report" / "summary.json").read_text()
+    assert "--epochs=1" in summary
+    assert "--batch" not in summary
 
 
 def test_a_download_has_one_bar_for_each_file(invoke, monkeypatch):

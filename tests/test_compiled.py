@@ -674,6 +674,16 @@ def test_options_change():
     assert len(step.graphs) <= 4
 
 
+@pytest.mark.parametrize("make", [ada, lambda p: grouped(p, trust_region="group")])
+def test_a_trust_region_comes_and_goes(make):
+    def each(step, i):
+        step.subject.optimizer.param_groups[0]["trust_radius"] = (None, 1e-3)[i // 4 % 2]
+
+    step = check_training(mlp(), batches(18), make, each=each)
+    groups = step.subject.optimizer.param_groups
+    assert [eta.numel() for eta in step.subject.optimizer.eta] == [1] * (len(groups) if len(groups) > 1 else 0)
+
+
 def test_options_in_lists():
     def each(step, i):
         step.subject.optimizer.param_groups[0]["betas"][0] = 0.5 if i > 4 else 0.9

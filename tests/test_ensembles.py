@@ -303,6 +303,15 @@ def test_options_of_one_member_change():
     assert len(runs.step.graphs) == 2
 
 
+def test_parameters_are_frozen_and_trained_again():
+    runs = Runs()
+    for is_trained in (False, True, False, True):
+        for model in (*runs.models, *[step.subject.model for step in runs.steps]):
+            model[0].requires_grad_(is_trained)
+        runs.train(data(4))
+    runs.check()
+
+
 def test_state_is_saved_and_loaded_midway():
     runs = Runs().train(data(5))
     for models, optimizers in ((runs.models, runs.optimizers), ([s.subject.model for s in runs.steps], runs.alone)):

@@ -339,6 +339,13 @@ def test_warming_up_leaves_no_trace():
         assert members.state(0)["step_counts"] == [0]
 
 
+@pytest.mark.parametrize("together", [1, 2])
+def test_warming_up_makes_every_kind_of_step(together):
+    members = trainer.members_of(tasks(optimizer="adahesscale-10th", seeds=together, backend="traced"), loaded())
+    members.warm_up()
+    assert [graph.mode for graph in members.step.graphs.values()] == ["traced"] * 2
+
+
 @pytest.mark.parametrize("name", ["sgd", "adahesscale"])
 def test_divergence_is_a_result_and_others_go_on(name, tmp_path):
     asked = tasks(optimizer=name, step_size="1e30,0.001")
@@ -377,11 +384,11 @@ def test_what_cannot_be_trained_is_said(tmp_path):
         trainer.members_of(tasks(batch=50), loaded())
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="torch finds no GPU"):
-            trainer.run_together(tasks(device="cuda"), [None], None)
+            tasks(device="cuda")
 
 
 def test_on_a_gpu_one_group_at_a_time():
-    assert EXPERIMENT.is_alone([as_task(task) for task in tasks(device="cuda")])
+    assert EXPERIMENT.is_alone([as_task(replace(task, device="cuda")) for task in tasks()])
     assert not EXPERIMENT.is_alone([as_task(task) for task in tasks()])
 
 
@@ -559,6 +566,25 @@ def test_columns_that_would_say_nothing_are_left_out():
     first, second = row_of([plain, scaled])[0]
     assert (first["shortened, %"], first["left out"]) == ("–", "0")
     assert (second["shortened, %"], second["left out"]) == ("25", "3")
+    for share, text in ((1.0, "100"), (0.996, "99.6"), (1e-4, "0.01")):
+        scaled.values["scaled_share"] = share
+        assert row_of([scaled])[0][0]["shortened, %"] == text
+
+
+def test_step_sizes_are_compared_by_seeds_that_all_have_and_the_best_shown_by_its_own():
+    results = [trained("adam", 0.1, seed, accuracy=0.5 + 0.1 * seed) for seed in range(3)]
+    (row,), _ = row_of([*results, trained("adam", 0.01, 0, accuracy=0.4)])
+    assert (row["step size"], row["seeds"]) == ("0.1 (edge of the grid)", "3")
+    assert row["validation accuracy, %"] == "60.0 ± 5.8"
+    (row,), _ = row_of([*results, trained("adam", 0.01, 0, accuracy=0.55)])
+    assert (row["step size"], row["seeds"]) == ("0.01 (edge of the grid)", "1")
+
+
+def test_speeds_of_different_commits_are_not_compared():
+    results = [trained("sgd", 0.1, 0), trained("adam", 0.1, 0), trained("adahesscale", 0.1, 0)]
+    for result, commit in zip(results, ("a", "a", "b"), strict=True):
+        result.facts["commits"] = [commit]
+    assert [row["relative to Adam"] for row in row_of(results)[0]] == ["1.00", "1.00", "–"]
 
 
 def test_speed_is_compared_among_as_many_networks():

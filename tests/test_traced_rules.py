@@ -14,7 +14,7 @@ from test_rules import build
 from torch._subclasses.fake_tensor import fake_tensor_tls
 
 import hesscale
-from hesscale import tracing
+from hesscale import mapping, tracing
 from hesscale.nodes import edge_of, topological
 from hesscale.rules import BL89
 
@@ -109,7 +109,7 @@ def check_mapped(name: str) -> None:
     """The graph under vmap: with all tensors mapped, with the operator's inputs alone, and with (g, s) alone."""
     function, values = prepare(name, "hesscale")
     blanks = [blank(value) for value in values]
-    graph = tracing.functional(tracing.trace(function, blanks), blanks)
+    graph = mapping.functional(tracing.trace(function, blanks), blanks)
     if any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in graph.graph.nodes):
         return
     count = len(build(name)[0])

@@ -7,7 +7,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from ..lab.plots import Heat, Plot, Section, Series, Table
@@ -21,23 +21,22 @@ IN_TITLE = ("problem", "dataset", "epochs")
 SPLITS = ("test", "validation", "train")
 
 
-@dataclass
 class Trained:
-    """An optimizer's runs by step size."""
+    """An optimizer's runs by step size.
 
-    label: str
-    by_size: dict[float, list[Result]]
+    Attributes:
+        best: the step size with the highest accuracy on the validation split, by seeds that all have.
+        by_size: results of these seeds, and at the best step size of all seeds.
+    """
 
-    def __post_init__(self) -> None:
-        self.by_size = comparable(dict(sorted(self.by_size.items())))
+    def __init__(self, label: str, by_size: Mapping[float, list[Result]]) -> None:
+        self.label, self.by_size = label, comparable(dict(sorted(by_size.items())))
+        self.best = max(self.by_size, key=self.accuracy)
+        self.by_size[self.best] = by_size[self.best]
 
     def accuracy(self, size: float) -> float:
         """On the validation split at the end, mean over seeds; 0 for one that diverged."""
         return statistics.fmean(result.values.get("validation_accuracy", 0.0) for result in self.by_size[size])
-
-    @property
-    def best(self) -> float:
-        return max(self.by_size, key=self.accuracy)
 
     @property
     def runs(self) -> list[Result]:
@@ -113,6 +112,8 @@ def describe(results: list[Result]) -> str:
         "epoch of which more than half of the steps were left out because gradients were not.",
         f"Seconds are those of training alone, without evaluation, compilation and checkpoints ({where}).",
     ]
+    if task.device == "cpu":
+        parts.append("They are those of the processor, of all its cores together.")
     if together != [1]:
         parts.append(f"Networks trained {' or '.join(map(str, together))} at a time, of whose seconds each has an equal share.")
     return " ".join(parts)
@@ -155,12 +156,13 @@ Columns = dict[str, Callable[[Trained], str]]
 def accuracies(trained: list[Trained], name: str) -> Table:
     columns: Columns = {
         "step size": lambda found: f"{found.best:g}{edge(found)}",
+        "seeds": lambda found: str(len(found.by_size[found.best])),
         **{f"{split} accuracy, %": percentage(split) for split in SPLITS},
         "test loss": lambda found: found.final("test_loss").text(".3g"),
     }
     runs = [result.values for found in trained for result in found.runs]
     if any("scaled_share" in values for values in runs):
-        columns["shortened, %"] = noted("scaled_share", ".2g", 100)
+        columns["shortened, %"] = noted("scaled_share", ".3g", 100)
     if any(values.get("nonfinite_steps") for values in runs):
         columns["left out"] = noted("nonfinite_steps", ".3g")
     caption = (
@@ -175,7 +177,7 @@ def speeds(trained: list[Trained], name: str) -> Table:
     adam = next((found for found in trained if found.label == "Adam" and found.runs), None)
 
     def ratio(found: Trained) -> str:
-        if adam is None or at_once(found) != at_once(adam):
+        if adam is None or circumstances(found) != circumstances(adam):
             return "–"
         return f"{pace_of(found.runs) / pace_of(adam.runs):.2f}"
 
@@ -187,8 +189,8 @@ def speeds(trained: list[Trained], name: str) -> Table:
         "outside steps, %": lambda found: f"{100 * found.final('outside_steps').mean:.1f}",
     }
     caption = (
-        "Images a second: of each network, in the median epoch. Relative to Adam: of as many networks at once. Outside steps: "
-        "the share of the seconds in which batches are made."
+        "Images a second: of all networks that train at once, in the median epoch. Relative to Adam: of as many networks, by the "
+        "same commit of this code. Outside steps: the share of the seconds in which batches are made."
     )
     return Table(name, "How fast they train", ["optimizer", *columns], rows_of(trained, columns), caption)
 
@@ -218,6 +220,11 @@ def noted(value: str, form: str, factor: float = 1) -> Callable[[Trained], str]:
     return text
 
 
+def circumstances(found: Trained) -> object:
+    """What must be the same for speeds to be compared."""
+    return at_once(found), {commit for result in found.runs for commit in result.facts.get("commits", ())}
+
+
 def at_once(found: Trained) -> str:
     return " or ".join(map(str, sorted({result.values["together"] for result in found.runs})))
 
@@ -232,6 +239,5 @@ def edge(found: Trained) -> str:
 
 
 def diverged(found: Trained) -> str:
-    counts = {size: len(results) - len(finished(results)) for size, results in found.by_size.items()}
-    where = ", ".join(f"{size:g}: {count}" for size, count in counts.items() if count)
-    return f"{where} of {len(found.by_size[found.best])}" if where else "none"
+    counts = {size: (len(results) - len(finished(results)), len(results)) for size, results in found.by_size.items()}
+    return ", ".join(f"{size:g}: {count} of {asked}" for size, (count, asked) in counts.items() if count) or "none"

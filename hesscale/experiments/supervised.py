@@ -68,9 +68,11 @@ def tasks(settings: Settings) -> list[Task]:
         raise ValueError(f"trust_radius={settings.trust_radius} must be positive")
     if not (0 <= settings.l2 < math.inf and 0 <= settings.eps < math.inf):
         raise ValueError(f"l2={settings.l2} or eps={settings.eps} is out of range")
-    device = settings.device
+    has_gpu, device = torch.cuda.is_available(), settings.device
     if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = "cuda" if has_gpu else "cpu"
+    if device == "cuda" and not has_gpu:
+        raise ValueError("device=cuda, but torch finds no GPU here")
     backend = settings.backend
     if backend == "auto":
         backend = "inductor" if device == "cuda" else "traced"

@@ -187,7 +187,7 @@ def perform(experiment: Experiment, tasks: list[Task], where: Where, command: st
     console.print(f"{len(tasks)} runs, {len(finished)} of them done before{by_others}, in {where.runs}", highlight=False)
     if where.dry_run:
         return
-    check_inputs(experiment, finished, where)
+    check_inputs(experiment, tasks, finished, where)
     store.request(experiment.name, tasks, command)
     failed = do(console, experiment, tasks, where, command) if len(finished) < len(tasks) else []
     for directory, error in failed:
@@ -216,8 +216,15 @@ def finish(console: Console, experiment: Experiment, store: Store, settings: Any
         raise typer.Exit(1) from None
 
 
-def check_inputs(experiment: Experiment, finished: list[Record], where: Where) -> None:
-    """What was done before must have been done with the data that are here, if they are."""
+def check_inputs(experiment: Experiment, tasks: list[Task], finished: list[Record], where: Where) -> None:
+    """Data must be there for what is left to do, and what was done before must have been done with those that are here."""
+    done = {record.directory for record in finished}
+    left = [task for task in tasks if where.store.directory(experiment.name, task) not in done]
+    for task in {task.get("dataset"): task for task in left if not where.ray}.values():
+        try:
+            experiment.inputs(task, where.data)
+        except DataError as error:
+            raise typer.BadParameter(str(error), param_hint="--data") from None
     for record in finished:
         try:
             inputs = experiment.inputs(record.task, where.data)

@@ -94,7 +94,7 @@ class CurvatureOptimizer(Optimizer):
         self.counters: dict[str, Tensor] = {}  # of steps, in place and on their device: "nonfinite", and two per trust region
         self.watch = Watch(on_nonfinite, self.counters)
         self._packs: dict[int, Pack] | None = {}  # by the number of a group; None for never
-        self.eta: list[Tensor | None] = []  # of the last step, one per trust region; None where a region took no part
+        self.eta: list[Tensor | None] = []  # of the last step, one per trust region; None, or compiled 1, where one took no part
         self.curvature_is_unscaled = False
         super().__init__(params, defaults)
 
@@ -247,9 +247,7 @@ class CurvatureOptimizer(Optimizer):
 
     def note_step(self, etas: Iterable[Tensor]) -> None:
         """Take note of a step that a compiled graph has made, as :meth:`step` does of its own."""
-        if self.eta:
-            given = iter(etas)
-            self.eta = [None if before is None else next(given) for before in self.eta]
+        self.eta = list(etas)
         if self.watch.note(self.param_groups[0]["step_count"]):
             for group in self.param_groups:
                 group["step_count"] += 1

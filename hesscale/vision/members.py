@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..compiled import CompiledStep, compile_step
+from ..compiled import CompiledStep
 from ..ensembles import ensemble
 from ..optim import CurvatureOptimizer
 from .images import UNIFORM, Draws, Images, Split, augmented
@@ -66,16 +66,9 @@ class Members:
         self.batch, self.precision = batch, precision
         self.device = images.train.images.device
         self.padded = images.padded if is_augmented else None
-        for optimizer in optimizers:
-            if isinstance(optimizer, CurvatureOptimizer):
-                optimizer.watch.on_nonfinite = "skip"
         self.initial = [[p.detach().clone() for p in model.parameters()] for model in models]
-        has_convolutions = any(isinstance(module, nn.Conv2d) for module in models[0].modules())
-        self.step: CompiledStep = (
-            compile_step(models[0], loss_of, optimizers[0], backend=backend)
-            if len(models) == 1
-            else ensemble(models, loss_of, optimizers, how="abreast" if has_convolutions else "vmap", backend=backend)
-        )
+        is_mapped = len(models) > 1 and not any(isinstance(module, nn.Conv2d) for module in models[0].modules())
+        self.step: CompiledStep = ensemble(models, loss_of, optimizers, how="vmap" if is_mapped else "abreast", backend=backend)
 
     @property
     def steps(self) -> int:
@@ -86,15 +79,15 @@ class Members:
         """Compile the step by taking some, and begin anew."""
         some = torch.arange(self.batch, device=self.device).expand(1, len(self.models), self.batch)
         x, y = self.batches(Draws(some, torch.zeros(*some.shape, UNIFORM, device=self.device)))
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups if "step_count" in group]
+        kinds = min(getattr(self.optimizers[0], "curvature_every", 1), 2)  # of steps: with curvature, and without
         with self.running():
-            for _ in range(WARM_UP):
-                self.step(*self.shares(x[0]), *self.shares(y[0]))
+            for count in [kind for kind in range(kinds) for _ in range(WARM_UP)]:
+                for group in groups:
+                    group["step_count"] = count
+                self.step(x[0], y[0])
         for k in range(len(self.models)):
             self.load(k, None)
-
-    def shares(self, tensor: Tensor) -> list[Tensor]:
-        """A tensor with a dimension for members, as the step takes it."""
-        return [tensor[0] if len(self.models) == 1 else tensor]
 
     def train(self, draws: Sequence[Draws]) -> Callable[[], Epoch]:
         """Begin an epoch, of one draw per member; what comes back waits for its end, where alone the device is looked at."""
@@ -108,7 +101,7 @@ class Members:
                 images, labels = self.batches(Draws(*chunk))
                 clock.mark()
                 for x, y in zip(images, labels, strict=True):
-                    total += self.step(*self.shares(x), *self.shares(y))
+                    total += self.step(x, y)
                 clock.mark()
 
         def end() -> Epoch:

@@ -31,8 +31,6 @@ def run_together(tasks: Sequence[Task], runs: Sequence[Run], data: Path | None) 
     Each learns as it would alone, but for random numbers that are drawn within steps: dropout, GGN-MC's and AdaHessian's. Those
     that were interrupted after different epochs train apart.
     """
-    if tasks[0].device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device=cuda, but torch finds no GPU here")
     if len({companions(task) for task in tasks}) > 1:
         raise ValueError("networks can only train together if their tasks differ in nothing but step size and seed")
     epochs = [run.state["epoch"] if run.state else 0 for run in runs]
