@@ -158,6 +158,16 @@ def test_without_bias_correction_the_region_is_measured_by_the_raw_average():
     torch.testing.assert_close(opt.eta[0], torch.tensor(math.sqrt(2e-3 / h), dtype=torch.float64))
 
 
+@pytest.mark.parametrize("name", ["curvature_every", "curvature_dtype", "on_nonfinite", "trust_region", "num_samples"])
+def test_options_of_the_whole_optimizer_are_no_groups(name):
+    first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    optimizer = hesscale.AdaHessian([first])
+    with pytest.raises(ValueError, match=f"{name} holds for the whole optimizer"):
+        optimizer.add_param_group({"params": [second], name: None})
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": [second], "name": "mine"})
+
+
 def test_one_region_per_group():
     a, b = (torch.full((1,), value, dtype=torch.float64, requires_grad=True) for value in (1.0, 1.0))
     opt = AdaHesScale([{"params": [a]}, {"params": [b]}], lr=0.5, eps=0, trust_radius=0.02, trust_region="group")

@@ -160,15 +160,14 @@ def accuracies(trained: list[Trained], name: str) -> Table:
         **{f"{split} accuracy, %": percentage(split) for split in SPLITS},
         "test loss": lambda found: found.final("test_loss").text(".3g"),
     }
-    runs = [result.values for found in trained for result in found.runs]
+    runs, notes = [result.values for found in trained for result in found.runs], []
     if any("scaled_share" in values for values in runs):
         columns["shortened, %"] = noted("scaled_share", ".3g", 100)
+        notes.append("Shortened: the share of steps that a trust region made shorter.")
     if any(values.get("nonfinite_steps") for values in runs):
         columns["left out"] = noted("nonfinite_steps", ".3g")
-    caption = (
-        "Shortened: the share of steps that a trust region made shorter. Left out: how many steps, where gradients or curvature "
-        "were not finite. Diverged: how many seeds, by step size; accuracies are those of the others."
-    )
+        notes.append("Left out: how many steps, where gradients or curvature were not finite.")
+    caption = " ".join([*notes, "Diverged: how many seeds, by step size; accuracies are those of the others."])
     rows: list[Sequence[str]] = [[*row, diverged(found)] for row, found in zip(rows_of(trained, columns), trained, strict=True)]
     return Table(name, "Optimizers at their best step sizes", ["optimizer", *columns, "diverged"], rows, caption)
 

@@ -22,6 +22,10 @@ from .update import Batch
 from .watch import Watch, counter
 
 TRUST_REGIONS = ("optimizer", "group")
+OF_THE_WHOLE = (  # no options of single groups
+    *("trust_region", "curvature_every", "curvature_dtype", "on_nonfinite"),
+    *("num_samples", "generator", "per_sample", "spatial_average"),
+)
 
 
 class CurvatureOptimizer(Optimizer):
@@ -484,7 +488,10 @@ def is_set(value: float | Tensor) -> bool:
 
 
 def check_group(group: dict[str, Any]) -> None:
-    """Refuse options that are out of range, and parameters that cannot hold curvature."""
+    """Refuse options that are out of range or no group's, and parameters that cannot hold curvature."""
+    for name in OF_THE_WHOLE:
+        if name in group:
+            raise ValueError(f"{name} holds for the whole optimizer: pass it to the constructor, not in a group")
     lr, betas, radius = group["lr"], group["betas"], group["trust_radius"]
     check_number("lr", lr, 0 <= lr < math.inf and (not isinstance(lr, Tensor) or lr.dim() == 0))
     check_number("betas", betas, len(betas) == 2 and all(0 <= beta < 1 for beta in betas))
