@@ -203,8 +203,7 @@ class Graph:
     def build(self, tensors: list[Tensor]) -> None:
         """Trace the step and compile it, as far as that goes."""
         self.reason = ""
-        self.builds += 1
-        if self.builds > MOST_BUILDS:
+        if self.builds >= MOST_BUILDS:
             self.give_up("the model's tensors or the optimizer's state change their shapes or types again and again")
             return
         self.subject.settle()
@@ -222,6 +221,7 @@ class Graph:
         except CannotTrace as error:
             self.give_up(f"it cannot be traced: {error}")
             return
+        self.builds += 1
         self.mode, self.run = "traced", self.subject.arranged(graph)
         self.cuda_graph = self.cuda_graph and self.backend == "inductor" and own[0].is_cuda
         if self.backend == "inductor":

@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 
 from .compiled import CompiledStep
 from .heads import Unsettled
-from .holdings import pointers
+from .holdings import Shared, overlapping, pointers
 from .mapping import functional
 from .optim import CurvatureOptimizer
 from .options import Option, number_dtype
@@ -168,6 +168,7 @@ class Members:
         tensors, shape = Shape.of(batch)
         if shape.obstacle and not tensors:
             raise TypeError(shape.obstacle)
+        self.check_apart()
         for tensor, dim in zip(tensors, self.dims(tensors), strict=True):
             if dim is not None and not (-tensor.dim() <= dim < tensor.dim() and tensor.shape[dim] == len(self.members)):
                 raise ValueError(
@@ -178,6 +179,14 @@ class Members:
         self.align()
         self.seen = []  # eager steps may leave tensors elsewhere
         return torch.stack(losses), []
+
+    def check_apart(self) -> None:
+        """No tensor of a member may lie where one of another does: both would change it."""
+        if (k := overlapping([tensors_of(member) for member in self.members])) is not None:
+            raise ValueError(
+                f"member {k} shares memory of parameters, buffers or its optimizer's state with a member before it; give each "
+                "tensors of its own, as copy.deepcopy does"
+            )
 
     def align(self) -> None:
         """Members that stood still count the step too, so that curvature is due for all at the same time."""
@@ -207,6 +216,8 @@ class Members:
         """Stacks of the members' tensors, of which these are views."""
         if layout != self.stacked or self.glance() != self.seen:
             rows = [member.own_tensors(layout) for member in self.members]
+            if any(overlapping([tensor] for tensor in row) is not None for row in rows):
+                raise Shared("buffers of a member share memory, which vmap would take apart: use how='abreast'")
             self.stacks = [torch.stack([tensor.detach() for tensor in column]) for column in zip(*rows, strict=True)]
             for k, member in enumerate(self.members):
                 member.adopt(layout, [stack[k] for stack in self.stacks])
@@ -255,6 +266,7 @@ class Abreast(Members):
 
     def own_tensors(self, layout: Layout) -> list[Tensor]:
         """Of all members, with the types and strides of the first one's, which the code is for."""
+        self.check_apart()
         first = self.first.own_tensors(layout)
         found = [*first]
         for member in self.members[1:]:
@@ -316,6 +328,12 @@ def alike(tensor: Tensor, other: Tensor) -> Tensor:
 
 
 HOW: dict[str, type[Members]] = {"vmap": Members, "abreast": Abreast}
+
+
+def tensors_of(member: Subject) -> list[Tensor]:
+    """All that a step of a member may change."""
+    state = [value for entries in member.optimizer.state.values() for value in entries.values() if isinstance(value, Tensor)]
+    return [*member.parameters(), *[place.get() for place in member.buffer_places], *state]
 
 
 def member_glance(member: Subject) -> list[object]:

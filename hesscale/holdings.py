@@ -91,7 +91,7 @@ def is_constant(value: Any) -> bool:
 
 
 def is_box_of_constants(value: Any) -> bool:
-    return type(value) in (list, dict) and 0 < len(value) <= MOST_ENTRIES and all(map(is_constant, entries_of(value)))
+    return type(value) in (list, dict) and len(value) <= MOST_ENTRIES and all(map(is_constant, entries_of(value)))
 
 
 def known_as(value: Any) -> object:
@@ -167,6 +167,21 @@ class Shared(CannotTrace, KeyError):
     """Tensors that a graph would take for different ones."""
 
     __str__ = RuntimeError.__str__
+
+
+def overlapping(groups: Iterable[Iterable[Tensor]]) -> int | None:
+    """The number of a group with a tensor that lies where one of a group before it does."""
+    spans = [(str(t.device), *span_of(t), k) for k, tensors in enumerate(groups) for t in tensors if t.numel()]
+    last = other = ("", 0, -1)  # the span that ends last, and that of other groups which does
+    for device, start, end, k in sorted(spans):
+        for place, until, owner in (last, other):
+            if owner != k and (place, until) > (device, start):
+                return max(k, owner)
+        if (device, end) > last[:2]:
+            last, other = (device, end, k), last if last[2] != k else other
+        elif k != last[2]:
+            other = max(other, (device, end, k))
+    return None
 
 
 def check_apart(parameters: list[Tensor], buffers: list[Tensor]) -> None:

@@ -102,13 +102,19 @@ class Near:
         return [*defaults, *[cell.cell_contents for cell in cells], *values.values()]
 
     def keep_named(self, function: Any) -> None:
-        """Of attributes and entries, forget those whose names do not stand in a function; and what is in lists."""
+        """Of attributes and entries, forget those whose names do not stand in a function, but for those of modules that do.
+
+        Of lists, only those are kept that the function has by name.
+        """
         while isinstance(function, (partial, MethodType)):
             function = function.func if isinstance(function, partial) else function.__func__
         names = names_in(function) if isinstance(function, FunctionType) else set()
         self.entries = [(holder, key) for holder, key in self.entries if key in names]
-        self.attributes = [(holder, k) for holder, k in self.attributes if k in names or holder is function]
-        self.lists = []
+        held = [*[cell.cell_contents for cell in self.cells], *[holder.get(key) for holder, key in self.entries]]
+        modules = [module for value in held if isinstance(value, nn.Module) for module in value.modules()]
+        kept = {id(holder) for holder in (function, *modules)}
+        self.attributes = [(holder, k) for holder, k in self.attributes if k in names or id(holder) in kept]
+        self.lists = [found for found in self.lists if any(found is value for value in held)]
 
     def values(self) -> tuple[object, ...]:
         """What is there now, to compare with later."""

@@ -38,7 +38,7 @@ def trace(function: Callable[..., Any], tensors: Sequence[Tensor]) -> GraphModul
             return function(*given)
 
     try:
-        with while_tracing():
+        with while_tracing(), noted_seeds() as seeds:
             graph = make_fx(attentive, tracing_mode="fake")(*[tensor.detach() for tensor in tensors])
     except (Unsettled, CannotTrace):
         raise
@@ -49,6 +49,8 @@ def trace(function: Callable[..., Any], tensors: Sequence[Tensor]) -> GraphModul
             raise CannotTrace(LOOKS)
         if node.op == "get_attr" and not is_number(getattr(graph, node.target)):
             raise CannotTrace(MAKES)
+        if seeds and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            raise CannotTrace(SEEDS)
     return without_strides(graph)
 
 
@@ -70,6 +72,29 @@ def while_tracing() -> Iterator[None]:
     finally:
         Distribution.set_default_validate_args(validates)
         torch.compiler._is_compiling_flag = compiling
+
+
+@contextlib.contextmanager
+def noted_seeds() -> Iterator[list[str]]:
+    """Calls that set the state which random numbers come from; a graph would not repeat them."""
+    seen: list[str] = []
+
+    def noted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            seen.append(function.__name__)
+            return function(*args, **kwargs)
+
+        return call
+
+    places = [(module, name) for module in (torch, torch.random) for name in ("set_rng_state", "manual_seed", "seed")]
+    before = [getattr(*place) for place in places]
+    try:
+        for place, function in zip(places, before, strict=True):
+            setattr(*place, noted(function))
+        yield seen
+    finally:
+        for place, function in zip(places, before, strict=True):
+            setattr(*place, function)
 
 
 ACCESS = {"__get__", "__set__", "__delete__"}  # of attributes, such as requires_grad
@@ -131,6 +156,7 @@ def reason_of(error: Exception) -> str:
 
 LOOKS = "it looks at the values of tensors, as `if loss > 1` or .item() do"
 OUTSIDE = "it uses a tensor that is neither in the model nor an argument: pass that to the step, or make it a buffer of the model"
+SEEDS = "it sets the state that its random numbers come from, as checkpoints of dropout do"
 DRAWS = "it draws from a generator of its own, which no graph can hold"
 SIZED = "the shape of one of its tensors depends on values"
 MAKES = "it makes a tensor of data that no graph would read again: pass that to the step, or make it a buffer of the model"

@@ -108,14 +108,15 @@ class CurvatureOptimizer(Optimizer):
         group.setdefault("step_count", 0)
         try:
             check_group(group)
-            if self.trust_region == "optimizer" and group["trust_radius"] != self.param_groups[0]["trust_radius"]:
-                raise ValueError("one trust region has one trust_radius; pass trust_region='group' to give each group its own")
+            self.check_radii()
         except ValueError:
             self.param_groups.pop()
             raise
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {name: value for name, value in self.__dict__.items() if not name.startswith("_")}
+        own = {
+            name: value for name, value in self.__dict__.items() if name[0] != "_" and not callable(value)
+        }  # no scheduler's step
         return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -123,8 +124,12 @@ class CurvatureOptimizer(Optimizer):
         self._packs = None if self.__dict__.get("_packs", {}) is None else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's; options that the saved groups lack are this optimizer's, and step counters stay with their parameters."""
+        """As torch's, but tensors are copied, and options that the saved groups lack are this optimizer's.
+
+        Step counters stay with their parameters.
+        """
         super().load_state_dict(state_dict)
+        self.check_radii()
         for group in self.param_groups:
             for name in self.option_names:
                 group.setdefault(name, self.defaults[name])
@@ -133,6 +138,14 @@ class CurvatureOptimizer(Optimizer):
                 state = self.state.get(p, {})
                 for name in {"step", "curvature_step"} & state.keys():
                     state[name] = torch.as_tensor(state[name]).to(device=p.device, dtype=torch.float32)
+                state.update({name: value.clone() for name, value in state.items() if isinstance(value, Tensor)})
+
+    def check_radii(self) -> None:
+        """One trust region has one radius."""
+        radii = [group["trust_radius"] for group in self.param_groups if "trust_radius" in group]
+        is_plain = not any(isinstance(radius, Tensor) for radius in radii)
+        if self.trust_region == "optimizer" and is_plain and len(set(radii)) > 1:
+            raise ValueError("one trust region has one trust_radius; pass trust_region='group' to give each group its own")
 
     @property
     def uses_curvature(self) -> bool:
@@ -353,6 +366,7 @@ class CurvatureOptimizer(Optimizer):
 
     def apply(self, batches: list[tuple[dict[str, Any], Batch]]) -> bool:
         """Algorithm 2, and 3 where there is a trust region; whether the step was taken, as far as the host can tell."""
+        self.check_radii()
         self.unscale([batch for _, batch in batches])
         everything = [t for _, batch in batches for t in (*batch.gradients, *batch.curvatures)]
         alive = self.watch.admit(everything, getattr(self, "found_inf", None))

@@ -61,20 +61,23 @@ class Batch:
 def average(batch: Batch, betas: tuple[Number, Number], alive: Tensor | None) -> None:
     """Move the averages on; ``alive`` is a 0-d tensor that is 0 where this step must leave no trace."""
     beta1, beta2 = betas
+    count(batch.steps, alive)
+    if batch.curvatures:
+        count(batch.curvature_steps, alive)
+    if alive is not None and batch.momenta[0].dtype is torch.float64:
+        alive = alive.double()  # so that β keeps its digits
     keep2 = kept(beta2, alive)
     if alive is None:
         torch._foreach_lerp_(batch.momenta, batch.gradients, float(1 - beta1))
     else:
         torch._foreach_mul_(batch.momenta, kept(beta1, alive))
         add(batch.momenta, batch.gradients, 1 - beta1)
-    count(batch.steps, alive)
     if batch.gradient_squares:
         torch._foreach_mul_(batch.gradient_squares, keep2)
         add_squares(batch.gradient_squares, batch.gradients, 1 - beta2)
     if batch.curvatures:
         torch._foreach_mul_(batch.curvature_squares, keep2)
         add_squares(batch.curvature_squares, batch.curvatures, 1 - beta2)
-        count(batch.curvature_steps, alive)
 
 
 def add(totals: list[Tensor], values: list[Tensor], factor: Number) -> None:
