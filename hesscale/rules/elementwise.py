@@ -34,9 +34,12 @@ def operand(node: Node, name: str) -> Any:
     PyTorch keeps a number as a 0-d tensor, and takes the product of two such for one of the default dtype.
     """
     value = saved(node, name)
-    if not isinstance(value, Tensor) or (value.is_floating_point() and value.dim()):
+    if not isinstance(value, Tensor):
         return value
-    dtype = torch.promote_types(node._input_metadata[0].dtype, torch.float32)
+    made = node._input_metadata[0].dtype
+    if value.is_floating_point() and value.dim():
+        return value.to(torch.promote_types(value.dtype, made))  # what is narrower than the outcome has fewer digits
+    dtype = torch.promote_types(made, torch.float32)
     return value.to(dtype) if value.dim() else torch.ones((), dtype=dtype, device=value.device) * value
 
 

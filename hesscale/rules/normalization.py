@@ -102,11 +102,12 @@ def group_norm(node: Node, g: tuple[Share, ...], s: tuple[Share, ...]) -> list[S
     """over the channels of a group and all positions; weight Σ s x̂², bias Σ s"""
     x, weight, groups = saved(node, "input"), saved(node, "weight"), saved(node, "group")
     batch, channels = x.shape[:2]
-    g_y, s_y = (shaped(v, batch, groups, channels // groups, -1) for v in (g[0], s[0]))
+    shape = batch, groups, channels // groups, math.prod(x.shape[2:])
+    g_y, s_y = (shaped(v, *shape) for v in (g[0], s[0]))
     s_mean, g_scale, s_scale = (shaped(v, batch, groups, 1, 1) for v in (s[1], g[2], s[2]))
     mean, scale = (shaped(saved(node, name), batch, groups, 1, 1) for name in ("result1", "result2"))
     weight = shaped(weight, groups, -1, 1)
-    normed = (shaped(x, batch, groups, channels // groups, -1) - mean).mul_(scale)
+    normed = (shaped(x, *shape) - mean).mul_(scale)
     m = normed.shape[2] * normed.shape[3]
     share = of_input(normed, scale, times(g_y, weight), times(s_y, squared(weight)), (2, 3), m) if needs(node, 0) else None
     if not (s_mean is None and g_scale is None and s_scale is None):

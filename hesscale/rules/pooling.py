@@ -55,8 +55,10 @@ def own_backward(node: Node, s: Tensor) -> Tensor:
 
 
 def signed(value: Any) -> Any:
-    """A saved list of sizes with its negative entries restored: autograd stores −1 as 2⁶⁴ − 1."""
-    return [v - 2**64 if v >= 2**63 else v for v in value] if isinstance(value, tuple) else value
+    """A saved size, or a list of them, with negative ones restored: autograd stores −1 as 2⁶⁴ − 1."""
+    if isinstance(value, tuple):
+        return [signed(v) for v in value]
+    return value - 2**64 if type(value) is int and value >= 2**63 else value
 
 
 @linear(*MAX_POOLS, fan_in=False)
@@ -87,7 +89,7 @@ zero_one(
 @linear(*AVERAGE_POOLS)
 def average_pool(node: Node, s: Tensor) -> Share:
     """J = 1 / divisor, one divisor per window"""
-    divisor = saved(node, "divisor_override")
+    divisor = signed(saved(node, "divisor_override"))
     if divisor is None:
         rank = rank_of(node)
         kernel = each(saved(node, "kernel_size"), rank)
