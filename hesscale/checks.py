@@ -39,7 +39,8 @@ def check_loss(loss: Tensor) -> None:
         raise ValueError("the loss must be real, but is complex")
     if not loss.requires_grad:
         raise ValueError(
-            "the loss has no graph: no parameter it depends on requires a gradient, or it was computed under no_grad"
+            "the loss has no graph: no parameter it depends on requires a gradient, or it was computed under no_grad or in "
+            "inference mode"
         )
 
 

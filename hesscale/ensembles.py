@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from .compiled import CompiledStep
 from .heads import Unsettled
@@ -346,7 +347,7 @@ def as_sets(layout: Layout) -> object:
 
 def check_alike(first: Subject, member: Subject, k: int) -> None:
     """All members must do the same with tensors of the same shapes."""
-    kinds = [[type(module) for module in subject.modules] for subject in (first, member)]
+    kinds = [[type_before_parametrizations(module) for module in subject.modules] for subject in (first, member)]
     tensors = [[place.get() for place in (*s.parameter_places, *s.buffer_places)] for s in (first, member)]
     shapes = [[(t.shape, t.dtype, t.device) for t in own] for own in tensors]
     if kinds[0] != kinds[1] or shapes[0] != shapes[1]:

@@ -441,6 +441,13 @@ def test_models_that_are_not_alike():
         ensemble(models, loss_fn, optimizers)
 
 
+def test_parametrized_members():
+    def weight_norm():
+        return nn.utils.parametrizations.weight_norm(nn.Linear(4, 3))
+
+    Runs(network=weight_norm).train(data(6)).check()
+
+
 def test_attributes_that_are_not_alike():
     models, optimizers = pair()
     models[1][1].momentum = 0.5

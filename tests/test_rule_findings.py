@@ -91,3 +91,17 @@ def test_group_norm_of_no_samples():
     hesscale.backward(F.group_norm(x, 2, weight).square().sum())
     assert x.hess_diag.shape == x.shape
     assert torch.equal(weight.hess_diag, torch.zeros(4))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("name", ["bmm", "csr", "csc"])
+def test_constants_that_are_sparse(name):
+    torch.manual_seed(0)
+    full, x = torch.randn(2, 4, 4).relu(), torch.randn(2, 4, 3, requires_grad=True)
+    if name == "bmm":
+        found = hesscale.grad(torch.bmm(full.to_sparse(), x).square().sum(), x)[1][0]
+    else:
+        full, x = full[0], x.detach()[0].requires_grad_()
+        constant = full.to_sparse_csr() if name == "csr" else full.to_sparse_csc()
+        found = hesscale.grad((constant @ x).square().sum(), x)[1][0]
+    torch.testing.assert_close(found, hesscale.grad((full @ x).square().sum(), x)[1][0])

@@ -57,7 +57,12 @@ def mm(node: Node, s: Tensor) -> list[Share]:
 @linear("BmmBackward0", contraction=True, same=mm_same)
 def bmm(node: Node, s: Tensor) -> list[Share]:
     """y = A B for each pair of a batch: s_A = s (B²)ᵀ, s_B = (A²)ᵀ s"""
-    return batch_factors(node, 0, s, saved(node, "self"), saved(node, "mat2"))
+    return batch_factors(node, 0, s, dense(saved(node, "self")), dense(saved(node, "mat2")))
+
+
+def dense(factor: Tensor | None) -> Tensor | None:
+    """A sparse constant in full, of which there are no batched products."""
+    return factor if factor is None or factor.layout == torch.strided else factor.to_dense()
 
 
 def summand_is_factor(node: Node) -> str | None:
@@ -155,6 +160,8 @@ def weight_share(s: Tensor, left: Tensor) -> Tensor:
 
 def operands(factor: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     """A factor's squares and s in one dtype: that of s, or a sparse factor's own, as sparse bfloat16 has few kernels."""
+    if factor.layout == torch.sparse_csc:  # has few kernels, too
+        factor = factor.to_sparse()
     if factor.dtype == s.dtype:
         return factor * factor, s
     return (squared(factor, s), s) if factor.layout == torch.strided else (factor * factor, s.to(factor.dtype))
