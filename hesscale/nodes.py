@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from .written_out import WRITTEN_OUT
-
 Node = Any  # torch.autograd.graph.Node, whose saved attributes no type checker knows
 LEAF = "torch::autograd::AccumulateGrad"
+# by name: (node, cotangents, what it gives) -> the same, in operators that can be differentiated in turn; see rules.written_out
+REPAIRS: dict[str, Callable[[Any, Sequence[Tensor | None], list[Tensor | None]], list[Tensor | None]]] = {}
 Edge = tuple[Node, int]  # a tensor: the node that made it, and which of that node's outputs it is
 
 
@@ -70,7 +70,7 @@ def call(node: Node, cotangents: Sequence[Tensor | None]) -> Sequence[Tensor | N
     if not hasattr(node, "_forward_cls"):
         pulled = node(*cotangents)
         pulled = pulled if isinstance(pulled, tuple) else (pulled,)
-        repaired = WRITTEN_OUT.get(node.name())
+        repaired = REPAIRS.get(node.name())
         return pulled if repaired is None else repaired(node, cotangents, list(pulled))
     zeros = [torch.zeros(m.shape, dtype=m.dtype, device=m.device) for m in node._input_metadata]
     pulled = node.apply(*[z if v is None else v for v, z in zip(cotangents, zeros, strict=True)])

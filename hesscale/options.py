@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .optim import CurvatureOptimizer
+
 Option = tuple[int, str, int | None]  # of an optimizer: the number of its group, its name, and its place in a tuple
 
 # what groups hold beside options: their parameters, counters, and what schedulers note there
@@ -37,6 +39,8 @@ class Numbers:
             self.mutable = any(
                 isinstance(value, list) for group in groups for name, value in group.items() if name not in NO_OPTIONS
             )
+            if isinstance(self.optimizer, CurvatureOptimizer):
+                self.optimizer.check_radii()
             self.take(dict(read_options(groups)))
             self.last = self.now()
         return self.key

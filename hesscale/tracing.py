@@ -86,7 +86,9 @@ def noted_seeds() -> Iterator[list[str]]:
 
         return call
 
-    places = [(module, name) for module in (torch, torch.random) for name in ("set_rng_state", "manual_seed", "seed")]
+    setters = "set_rng_state", "manual_seed", "manual_seed_all", "seed"
+    modules = torch, torch.random, torch.cuda, torch.cuda.random
+    places = [(module, name) for module in modules for name in setters if hasattr(module, name)]
     before = [getattr(*place) for place in places]
     try:
         for place, function in zip(places, before, strict=True):

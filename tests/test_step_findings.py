@@ -227,6 +227,22 @@ def test_one_region_with_two_radii():
         hesscale.AdaHesScale(groups).load_state_dict(saved)
 
 
+def test_one_region_with_two_radii_in_a_compiled_step():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    groups = [{"params": list(layer.parameters())} for layer in (model[0], model[2])]
+    optimizer = hesscale.AdaHesScale(groups, trust_radius=1e-3)
+    step = hesscale.compile_step(model, loss_fn, optimizer, backend="traced")
+    for radius in (1e-3, 2e-3):  # an argument of the graph from the second on
+        for group in optimizer.param_groups:
+            group["trust_radius"] = radius
+        for _ in range(3):
+            step(*batch())
+    assert step.mode == "traced"
+    optimizer.param_groups[1]["trust_radius"] = 1e3
+    with pytest.raises(ValueError, match="one trust region has one trust_radius"):
+        step(*batch())
+
+
 def test_the_true_reason_is_given_for_eager_mode():
     """An empty parameter leaves the head to be found out by eager steps, again and again."""
 

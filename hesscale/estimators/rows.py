@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import heads
 from ..errors import UnsupportedOperator
-from ..nodes import Edge, edge_of, gradient_edge, is_once_differentiable, metadata
+from ..nodes import Edge, edge_of, gradient_edge, is_once_differentiable, metadata, pull
 from ..plan import carrier
 
 if TYPE_CHECKING:
@@ -49,9 +49,9 @@ def diagonal_if_alone(products: Callable[[Tensor], Tensor], like: Tensor) -> Ten
 
 def gradients_at(request: Request, edges: Sequence[Edge]) -> list[Tensor | None]:
     """∂L/∂x with a graph; None where the loss is linear in x."""
-    inputs = [gradient_edge(edge) for edge in edges]
-    found = torch.autograd.grad(request.loss, inputs, create_graph=True, allow_unused=True)
-    curved = [gradient if gradient is not None and gradient.requires_grad else None for gradient in found]
+    with torch.enable_grad():
+        found = pull({edge_of(request.loss): torch.ones_like(request.loss)}, edges, set())
+    curved = [gradient if gradient is not None and gradient.requires_grad else None for gradient in map(found.get, edges)]
     check_twice_differentiable([gradient for gradient in curved if gradient is not None])
     return curved
 

@@ -17,6 +17,7 @@ from . import (
     reductions,
     softmax,
     view_writes,
+    written_out,
 )
 from .registry import BL89, REFUSED, RULES, Rule, register_rule
 
@@ -40,4 +41,5 @@ __all__ = [
     "register_rule",
     "softmax",
     "view_writes",
+    "written_out",
 ]

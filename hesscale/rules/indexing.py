@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .registry import Node, Share, dimension, linear, needs, saved, zero_one
+from .registry import Node, Share, dimension, linear, needs, saved, signed, zero_one
 
 aten = torch.ops.aten
 
@@ -218,8 +218,8 @@ def embedding_bag(node: Node, s: Tensor) -> list[Share]:
     s, words, bags = in_full(node, s), saved(node, "indices").long(), len(s)
     offsets, number = saved(node, "offsets"), torch.arange(len(words), device=s.device)
     bag = (torch.searchsorted(offsets, number.to(offsets.dtype), right=True) - 1).clamp_max(bags - 1)
-    padding = saved(node, "padding_idx")
-    counts = words != (padding if padding < 2**63 else -1)  # none: −1, which autograd stores as 2⁶⁴ − 1
+    padding = signed(saved(node, "padding_idx"))  # −1 for none
+    counts = words != padding
     size = s.new_zeros(bags).index_add(0, bag, counts.to(s.dtype))
     rows = s.new_zeros(saved(node, "weight_sym_argsize_0"), s.shape[1])
     if saved(node, "mode") == 2:

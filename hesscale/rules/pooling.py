@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .registry import Node, Share, linear, needs, rule, saved, zero_one
+from .registry import Node, Share, linear, needs, rule, saved, signed, zero_one
 
 aten = torch.ops.aten
 
@@ -51,14 +51,14 @@ def own_backward(node: Node, s: Tensor) -> Tensor:
     if s.dtype == node._input_metadata[0].dtype:
         return node(s)
     operator, fields = OPERATORS[node.name()]
-    return operator(s, *(signed(saved(node, field)) for field in fields.split()))
+    return operator(s, *(as_given(saved(node, field)) for field in fields.split()))
 
 
-def signed(value: Any) -> Any:
-    """A saved size, or a list of them, with negative ones restored: autograd stores −1 as 2⁶⁴ − 1."""
+def as_given(value: Any) -> Any:
+    """A saved argument, a size or a list of them, as the operator took it."""
     if isinstance(value, tuple):
-        return [signed(v) for v in value]
-    return value - 2**64 if type(value) is int and value >= 2**63 else value
+        return [signed(size) for size in value]
+    return signed(value) if type(value) is int else value
 
 
 @linear(*MAX_POOLS, fan_in=False)
@@ -89,7 +89,7 @@ zero_one(
 @linear(*AVERAGE_POOLS)
 def average_pool(node: Node, s: Tensor) -> Share:
     """J = 1 / divisor, one divisor per window"""
-    divisor = signed(saved(node, "divisor_override"))
+    divisor = as_given(saved(node, "divisor_override"))
     if divisor is None:
         rank = rank_of(node)
         kernel = each(saved(node, "kernel_size"), rank)

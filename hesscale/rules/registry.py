@@ -215,10 +215,14 @@ def saved(node: Node, name: str) -> Any:
     return value.float() if getattr(value, "dtype", None) == torch.float16 else value
 
 
+def signed(value: int) -> int:
+    """A saved number as it was: autograd stores −1 as 2⁶⁴ − 1."""
+    return value - 2**64 if value >= 2**63 else value
+
+
 def dimension(value: int, rank: int) -> int:
-    """A saved dimension as a proper one: autograd stores −1 as 2⁶⁴ − 1."""
-    value = value - 2**64 if value >= 2**63 else value
-    return value % max(rank, 1)
+    """A saved dimension as a proper one, which is not negative."""
+    return signed(value) % max(rank, 1)
 
 
 def needs(node: Node, index: int) -> bool:

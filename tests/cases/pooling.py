@@ -76,6 +76,8 @@ for counted in (True, False):
         )
 case("avg_pool2d overhanging", lambda x: F.avg_pool2d(x, 2, ceil_mode=True), (1, 2, 5, 7))
 case("avg_pool3d", lambda x: F.avg_pool3d(x, 2), (2, 2, 4, 4, 5), low_precision=False)
+case("avg_pool2d negative override", lambda x: F.avg_pool2d(x, 2, 1, divisor_override=-3), (1, 2, 4, 3))
+case("avg_pool3d negative override", lambda x: F.avg_pool3d(x, 2, 1, divisor_override=-3), (1, 2, 3, 4, 3), low_precision=False)
 case("avg_pool3d override", lambda x: F.avg_pool3d(x, 2, 1, divisor_override=3), (1, 2, 3, 4, 3), low_precision=False)
 
 case("adaptive_avg_pool1d", lambda x: F.adaptive_avg_pool1d(x, 4), (2, 3, 7))

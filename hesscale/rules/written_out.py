@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..nodes import REPAIRS
+from .registry import dimension, saved
+
 Gradients = list[Tensor | None]
 
 
@@ -16,7 +19,7 @@ def of_norm(channel: int) -> Callable[[Any, Sequence[Tensor | None], Gradients],
 
     def repaired(node: Any, cotangents: Sequence[Tensor | None], pulled: Gradients) -> Gradients:
         g, bias = cotangents[0], pulled[2]
-        if g is None or bias is None or node._saved_weight is not None:
+        if g is None or bias is None or saved(node, "weight") is not None:
             return pulled
         kept = [channel] if channel > 0 else range(g.dim() - bias.dim(), g.dim())
         dims = [d for d in range(g.dim()) if d not in kept]
@@ -27,43 +30,37 @@ def of_norm(channel: int) -> Callable[[Any, Sequence[Tensor | None], Gradients],
 
 def of_logcumsumexp(node: Any, cotangents: Sequence[Tensor | None], pulled: Gradients) -> Gradients:
     """Σ_{k≥i} g_k exp(x_i − y_k): PyTorch takes logarithms of g, of which some may be zero."""
-    (g,), x = cotangents, node._saved_self
+    (g,), x = cotangents, saved(node, "self")
     if g is None or x.dim() == 0 or x.numel() == 0:
         return pulled
-    dim = node._saved_dim
-    dim = dim - 2**64 if dim >= 2**63 else dim
-    x, y, g = (t.movedim(dim, -1) for t in (x, node._saved_result, g))
+    dim = dimension(saved(node, "dim"), x.dim())
+    x, y, g = (t.movedim(dim, -1) for t in (x, saved(node, "result"), g))
     n = x.shape[-1]
     later = torch.ones(n, n, dtype=torch.bool, device=x.device).triu()  # k ≥ i
     y = y.masked_fill(y.isneginf(), 0.0)  # as x is there, too
     q = (x.unsqueeze(-1) - y.unsqueeze(-2)).masked_fill(~later, -torch.inf).exp()
-    return [(q @ g.unsqueeze(-1)).squeeze(-1).movedim(-1, dim)]
+    return [(q @ g.to(q.dtype).unsqueeze(-1)).squeeze(-1).movedim(-1, dim)]
 
 
 def of_weight_norm(node: Any, cotangents: Sequence[Tensor | None], pulled: Gradients) -> Gradients:
     """w = γ v/‖v‖ with ‖v‖ as a function of v, which PyTorch holds fixed."""
-    g, v, weight = cotangents[0], node._saved_v, node._saved_g
+    g, v, weight = cotangents[0], saved(node, "v"), saved(node, "g")
     if g is None:
         return pulled
-    kept = node._saved_dim
-    kept = kept - 2**64 if kept >= 2**63 else kept
-    dims = [d for d in range(v.dim()) if d != kept % v.dim()]
+    kept = dimension(saved(node, "dim"), v.dim())
+    dims = [d for d in range(v.dim()) if d != kept]
     norm = v.square().sum(dims, keepdim=True).sqrt()
     along = (g * v).sum(dims, keepdim=True) / norm
     found = (g - v * (along / norm)) * (weight / norm), along
     return [None if before is None else now for before, now in zip(pulled, found, strict=True)]
 
 
-WRITTEN_OUT: dict[str, Callable[[Any, Sequence[Tensor | None], Gradients], Gradients]] = {
-    "NativeLayerNormBackward0": of_norm(0),
-    **dict.fromkeys(
-        [
-            *("NativeBatchNormBackward0", "NativeBatchNormLegitBackward0", "NativeBatchNormLegitBackward1"),
-            *("NativeBatchNormLegitNoTrainingBackward0", "BatchNormWithUpdateBackward0", "BatchNormNoUpdateBackward0"),
-            *("CudnnBatchNormBackward0", "MiopenBatchNormBackward0"),
-        ],
-        of_norm(1),
-    ),
-    "LogcumsumexpBackward0": of_logcumsumexp,
-    "WeightNormInterfaceBackward0": of_weight_norm,
-}
+BATCH_NORMS = (
+    *("NativeBatchNormBackward0", "NativeBatchNormLegitBackward0", "NativeBatchNormLegitBackward1"),
+    *("NativeBatchNormLegitNoTrainingBackward0", "BatchNormWithUpdateBackward0", "BatchNormNoUpdateBackward0"),
+    *("CudnnBatchNormBackward0", "MiopenBatchNormBackward0"),
+)
+REPAIRS.update(dict.fromkeys(BATCH_NORMS, of_norm(1)))
+REPAIRS["NativeLayerNormBackward0"] = of_norm(0)
+REPAIRS["LogcumsumexpBackward0"] = of_logcumsumexp
+REPAIRS["WeightNormInterfaceBackward0"] = of_weight_norm
