@@ -76,7 +76,7 @@ class Members:
         return len(self.images.train.labels) // self.batch
 
     def warm_up(self) -> None:
-        """Compile the step by taking some, and begin anew."""
+        """Compile the step by taking some, each from the beginning: what it becomes is compared where numbers are sound."""
         some = torch.arange(self.batch, device=self.device).expand(1, len(self.models), self.batch)
         x, y = self.batches(Draws(some, torch.zeros(*some.shape, UNIFORM, device=self.device)))
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups if "step_count" in group]
@@ -86,8 +86,8 @@ class Members:
                 for group in groups:
                     group["step_count"] = count
                 self.step(x[0], y[0])
-        for k in range(len(self.models)):
-            self.load(k, None)
+                for k in range(len(self.models)):
+                    self.load(k, None)
 
     def train(self, draws: Sequence[Draws]) -> Callable[[], Epoch]:
         """Begin an epoch, of one draw per member; what comes back waits for its end, where alone the device is looked at."""
