@@ -124,6 +124,7 @@ OPTIMIZERS = {
     "AdaHessian": lambda p: hesscale.AdaHessian(p, lr=0.01),
     "GGNMC": lambda p: hesscale.GGNMC(p, lr=0.01, num_samples=16),
     "curvature every 3": lambda p: ada(p, curvature_every=3),
+    "curvature warms up": lambda p: ada(p, curvature_warmup=5, curvature_every=2, trust_radius=1e-4),
     "weight decay": lambda p: ada(p, weight_decay=0.1),
     "decoupled weight decay": lambda p: ada(p, weight_decay=0.1, decoupled_weight_decay=True),
     "groups": lambda p: grouped(p, trust_radius=1e-4, trust_region="group"),
@@ -669,6 +670,7 @@ def test_options_change():
     def each(step, i):
         group = step.subject.optimizer.param_groups[0]
         group.update(trust_radius=1e-3 / (1 + i), eps=1e-8 * (1 + i // 4), weight_decay=0.01 * (i // 6))
+        group["curvature_warmup"] = 12 if i == 9 else 2
 
     step = check_training(mlp(), batches(20), lambda p: ada(p, trust_radius=1e-2), each=each)
     assert len(step.graphs) <= 4

@@ -42,7 +42,7 @@ def assert_same(model, reference, **tolerance):
         torch.testing.assert_close(p.detach(), q, **(tolerance or {"rtol": 1e-10, "atol": 1e-12}))
 
 
-def pseudocode(model, method, alpha, beta1=0.9, beta2=0.999, epsilon=1e-8, radius=None, squares="curvature", count=20):
+def pseudocode(model, method, alpha, beta1=0.9, beta2=0.999, epsilon=1e-8, radius=None, squares="curvature", count=20, warmup=0):
     """Algorithms 2 and 3 written out, one parameter at a time; ``squares`` says what V averages. Returns weights and every η."""
     W = [p.detach().clone() for p in model.parameters()]
     M, V, C = ([torch.zeros_like(w) for w in W] for _ in range(3))
@@ -59,9 +59,9 @@ def pseudocode(model, method, alpha, beta1=0.9, beta2=0.999, epsilon=1e-8, radiu
             V[l] = beta2 * V[l] + (1 - beta2) * S**2
             C[l] = beta2 * C[l] + (1 - beta2) * diagonals[l] ** 2
             m_hat, v_hat, c_hat = M[l] / (1 - beta1**t), V[l] / (1 - beta2**t), C[l] / (1 - beta2**t)
-            U.append(alpha * m_hat / (v_hat.sqrt() + epsilon))
+            U.append(alpha * (t > warmup) * m_hat / (v_hat.sqrt() + epsilon))
             h += float((c_hat.sqrt() * U[l] ** 2).sum())
-        eta = 1.0 if radius is None else min(1.0, math.sqrt(2 * radius / h))
+        eta = 1.0 if radius is None or h == 0 else min(1.0, math.sqrt(2 * radius / h))
         etas.append(eta)
         W = [w - eta * u for w, u in zip(W, U, strict=True)]
     return W, etas
@@ -86,6 +86,34 @@ def test_algorithm_3_and_scaled_adam(optimizer, squares, radius):
     assert any(eta < 1 for eta in etas) == (radius == 1e-4)
     torch.testing.assert_close(opt.eta[0], torch.tensor(etas[-1], dtype=torch.float64))
     assert float(opt.scaled_share[0]) == pytest.approx(sum(eta < 1 for eta in etas) / len(etas))
+
+
+@pytest.mark.parametrize("foreach", [None, False])
+@pytest.mark.parametrize("radius", [None, 1e-4])
+@pytest.mark.parametrize(("optimizer", "squares"), [(AdaHesScale, "curvature"), (Adam, "gradient")])
+def test_weights_wait_while_curvature_warms_up(optimizer, squares, radius, foreach):
+    if optimizer is Adam and radius is None:
+        radius = 1e-3  # no curvature otherwise
+    count = 7
+    how = {"radius": radius, "squares": squares, "warmup": count}
+    for steps in (count, count + 1, 20):
+        reference, etas = pseudocode(make_model(), optimizer.method, 0.05, count=steps, **how)
+        model = make_model()
+        opt = optimizer(model.parameters(), lr=0.05, trust_radius=radius, curvature_warmup=count, foreach=foreach)
+        train(model, opt, steps)
+        assert_same(model, reference)
+        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), make_model().parameters(), strict=True)) == (
+            steps == count
+        )
+        if radius is not None:
+            assert float(opt.scaled_share[0]) == pytest.approx(sum(eta < 1 for eta in etas) / len(etas))
+
+
+def test_plain_adam_has_no_curvature_to_warm_up():
+    waiting, plain = make_model(), make_model()
+    train(waiting, Adam(waiting.parameters(), curvature_warmup=5))
+    train(plain, Adam(plain.parameters()))
+    assert_same(waiting, list(plain.parameters()))
 
 
 @pytest.mark.parametrize("optimizer", [AdaHessian, GGNMC])
@@ -468,6 +496,7 @@ def test_a_scalers_overflow_leaves_the_step_out_quietly():
         {"weight_decay": -1},
         {"trust_radius": 0},
         {"curvature_every": 0},
+        {"curvature_warmup": -1},
         {"trust_region": "layer"},
         {"on_nonfinite": "ignore"},
     ],

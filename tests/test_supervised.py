@@ -587,6 +587,18 @@ def test_speeds_of_different_commits_are_not_compared():
     assert [row["relative to Adam"] for row in row_of(results)[0]] == ["1.00", "1.00", "–"]
 
 
+def test_how_steps_ran_is_said_where_it_was_not_the_same():
+    fast, slow = trained("adam", 0.1, 0), trained("adahesscale", 0.1, 0)
+    fast.values["mode"] = slow.values["mode"] = "compiled"
+    (row, _), section = row_of([fast, slow])
+    assert "steps" not in row
+    assert "(cpu, float32, compiled)" in section.text
+    slow.values["mode"] = "traced"
+    rows, section = row_of([fast, slow])
+    assert [row["steps"] for row in rows] == ["compiled", "traced"]
+    assert "(cpu, float32, compiled, traced)" in section.text
+
+
 def test_speed_is_compared_among_as_many_networks():
     alone, other = trained("adam", 0.1, 0), trained("adahesscale", 0.1, 0, pace=80.0)
     other.values["together"] = 5

@@ -6,7 +6,7 @@ import itertools
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -102,7 +102,7 @@ def describe(results: list[Result]) -> str:
     together = sorted({result.values["together"] for result in results})
     changes = "shifted, flipped and recoloured" if task.augment else "as they are"
     machines = sorted({str(result.facts.get("machine", {}).get("gpu") or "") for result in results} - {""})
-    where = f"{', '.join(machines) or task.device}, {task.precision}, {task.backend}"
+    where = f"{', '.join(machines) or task.device}, {task.precision}, {', '.join(modes(results))}"
     parts = [
         f"Task {task.problem}, activation {task.activation}, padding {task.padding}, L2 {task.l2:g}, batches of {task.batch}, "
         f"{task.epochs} epochs, images for training {changes}; {seeds} seed{'s' * (seeds > 1)}, with the same initial "
@@ -187,6 +187,8 @@ def speeds(trained: list[Trained], name: str) -> Table:
         "relative to Adam": ratio,
         "outside steps, %": lambda found: f"{100 * found.final('outside_steps').mean:.1f}",
     }
+    if len(modes(result for found in trained for result in found.runs)) > 1:
+        columns["steps"] = lambda found: ", ".join(modes(found.runs))
     caption = (
         "Images a second: of all networks that train at once, in the median epoch. Relative to Adam: of as many networks, by the "
         "same commit of this code. Outside steps: the share of the seconds in which batches are made."
@@ -222,6 +224,11 @@ def noted(value: str, form: str, factor: float = 1) -> Callable[[Trained], str]:
 def circumstances(found: Trained) -> object:
     """What must be the same for speeds to be compared."""
     return at_once(found), {commit for result in found.runs for commit in result.facts.get("commits", ())}
+
+
+def modes(results: Iterable[Result]) -> list[str]:
+    """How steps ran: :func:`hesscale.compile_step` may have had to do with less than what was asked for."""
+    return sorted({result.values.get("mode", result.task.backend) for result in results})
 
 
 def at_once(found: Trained) -> str:

@@ -43,6 +43,8 @@ class CurvatureOptimizer(Optimizer):
         bias_correction: measure the trust region with the bias-corrected curvature average, as in Algorithm 3.
         curvature_every: :meth:`backward` computes curvature at every k-th step and a plain gradient at the others, whose update
             and trust region go on with the last average; its bias correction counts curvature updates.
+        curvature_warmup: the first k Hessian diagonals only fill the averages, and weights wait: after one, V̂ is its square, and
+            where that is next to zero by chance the step is as long as ε allows. Ten are enough for that.
         curvature_dtype: compute the curvature's matrix products and convolutions in this dtype, as in :func:`hesscale.backward`.
         on_nonfinite: a step with a non-finite gradient or curvature never reaches weights or averages; ``"raise"`` reports it
             (on CUDA once the result is there, without stalling), ``"skip"`` only counts it in ``nonfinite_steps``.
@@ -69,6 +71,7 @@ class CurvatureOptimizer(Optimizer):
         trust_region: str = "optimizer",
         bias_correction: bool = True,
         curvature_every: int = 1,
+        curvature_warmup: int = 0,
         curvature_dtype: torch.dtype | None = None,
         on_nonfinite: str = "raise",
         maximize: bool = False,
@@ -87,6 +90,7 @@ class CurvatureOptimizer(Optimizer):
             "decoupled_weight_decay": decoupled_weight_decay,
             "trust_radius": trust_radius,
             "bias_correction": bias_correction,
+            "curvature_warmup": curvature_warmup,
             "maximize": maximize,
             "foreach": foreach,
             "capturable": capturable,
@@ -375,7 +379,8 @@ class CurvatureOptimizer(Optimizer):
         self.watch.look_for_curvature([t for _, batch in batches for t in batch.curvatures])
         for group, batch in batches:
             self.average(group, batch, alive)
-        moves = [update.quotient(batch, group["lr"], group["betas"], group["eps"]) for group, batch in batches]
+        names = "lr", "betas", "eps", "curvature_warmup"
+        moves = [update.quotient(batch, *[group[name] for name in names]) for group, batch in batches]
         etas = self.trust(batches, moves)
         for (group, batch), (denominators, factors), eta in zip(batches, moves, etas, strict=True):
             scale = eta if alive is None else (1 if eta is None else eta) * alive
@@ -511,6 +516,7 @@ def check_group(group: dict[str, Any]) -> None:
     check_number("betas", betas, len(betas) == 2 and all(0 <= beta < 1 for beta in betas))
     check_number("eps", group["eps"], group["eps"] >= 0)
     check_number("weight_decay", group["weight_decay"], group["weight_decay"] >= 0)
+    check_number("curvature_warmup", group["curvature_warmup"], 0 <= group["curvature_warmup"] < math.inf)
     check_number("trust_radius", radius, radius is None or radius > 0)
     for p in group["params"]:
         if p.is_complex():

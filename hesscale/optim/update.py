@@ -105,8 +105,11 @@ def kept(beta: Number, alive: Tensor | None) -> Number:
     return beta if alive is None else 1 - (1 - beta) * alive
 
 
-def quotient(batch: Batch, lr: Number, betas: tuple[Number, Number], eps: Number) -> tuple[list[Tensor], Any]:
-    """U = factor · M ⊘ denominator, with √V + ε√(1 − β₂ᵗ) as denominator, in new tensors; zero before V has seen anything."""
+def quotient(batch: Batch, lr: Number, betas: tuple[Number, Number], eps: Number, warmup: Number) -> tuple[list[Tensor], Any]:
+    """U = factor · M ⊘ denominator, with √V + ε√(1 − β₂ᵗ) as denominator, in new tensors.
+
+    Zero before V has seen anything, and until the average of curvatures has seen more than ``warmup``.
+    """
     beta1, beta2 = betas
     by_gradient = bool(batch.gradient_squares)
     squares, steps = (batch.gradient_squares, batch.steps) if by_gradient else (batch.curvature_squares, batch.curvature_steps)
@@ -116,7 +119,10 @@ def quotient(batch: Batch, lr: Number, betas: tuple[Number, Number], eps: Number
     if isinstance(eps, Tensor) or eps == 0:  # an entry that has seen nothing stays
         denominators = [torch.where(d == 0, torch.inf, d) for d in denominators]
     firsts = corrections(beta1, batch.steps)
-    return denominators, computed_once([lr * s / (first + (first == 0)) for s, first in zip(scales, firsts, strict=True)])
+    factors = [lr * s / (first + (first == 0)) for s, first in zip(scales, firsts, strict=True)]
+    if batch.curvature_steps and (isinstance(warmup, Tensor) or warmup):
+        factors = [factor * (count > warmup) for factor, count in zip(factors, counts(batch.curvature_steps), strict=True)]
+    return denominators, computed_once(factors)
 
 
 def root(squares: list[Tensor], steps: list[Tensor], beta2: Number, bias_correction: bool) -> list[Tensor]:
@@ -130,7 +136,7 @@ def root(squares: list[Tensor], steps: list[Tensor], beta2: Number, bias_correct
 def corrections(beta: Number, steps: list[Tensor]) -> list[Any]:
     """1 − βᵗ: numbers on a CPU, tensors elsewhere, where reading a number would stall."""
     if not steps or is_on_host(steps[0]):
-        return [1 - beta ** float(step if step.dim() == 0 else step.tolist()[0]) for step in steps]
+        return [1 - beta**count for count in counts(steps)]
     rate = beta.clamp_min(1e-30).log() if isinstance(beta, Tensor) else math.log(max(beta, 1e-30))
     if torch.compiler.is_compiling():  # which puts these into the kernels that use them
         return [-torch.expm1(step * rate) for step in steps]
@@ -138,6 +144,11 @@ def corrections(beta: Number, steps: list[Tensor]) -> list[Any]:
     torch._foreach_expm1_(found)  # in float32, 1 − 0.999 would lose four digits
     torch._foreach_neg_(found)
     return list(found)
+
+
+def counts(steps: list[Tensor]) -> list[Any]:
+    """Numbers on a CPU, tensors elsewhere."""
+    return [float(step if step.dim() == 0 else step.tolist()[0]) if is_on_host(step) else step for step in steps]
 
 
 def computed_once(numbers: list[Any]) -> list[Any]:

@@ -12,6 +12,8 @@ from torch import nn
 
 from ..optim import BL89, GGNMC, AdaHesScale, AdaHesScaleGN, AdaHessian, Adam
 
+WARM_UP = 10  # Hessian diagonals averaged before weights move
+
 
 class Kind(NamedTuple):
     label: str
@@ -28,6 +30,10 @@ OPTIMIZERS = {
     "ggnmc-batch": Kind("GGN-MC, batch", GGNMC),
     "adahesscale": Kind("AdaHesScale", AdaHesScale),
     "adahesscale-gn": Kind("AdaHesScaleGN", AdaHesScaleGN),
+    "adahessian-spatial": Kind("AdaHessian, averaged over kernels", functools.partial(AdaHessian, spatial_average=True)),
+    "adahessian-warm": Kind("AdaHessian, curvature warmed up", functools.partial(AdaHessian, curvature_warmup=WARM_UP)),
+    "adahesscale-warm": Kind("AdaHesScale, curvature warmed up", functools.partial(AdaHesScale, curvature_warmup=WARM_UP)),
+    "adahesscale-gn-warm": Kind("AdaHesScaleGN, curvature warmed up", functools.partial(AdaHesScaleGN, curvature_warmup=WARM_UP)),
     "adahesscale-bf16": Kind("AdaHesScale, curvature in bf16", functools.partial(AdaHesScale, curvature_dtype=torch.bfloat16)),
     "adahesscale-10th": Kind("AdaHesScale, curvature every 10th step", functools.partial(AdaHesScale, curvature_every=10)),
     "scaled-adam": Kind("Scaled Adam", Adam, True),

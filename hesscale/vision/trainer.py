@@ -114,7 +114,8 @@ def train(tasks: Sequence[Task], runs: Sequence[Run], images: Images, epoch: int
             save(members, runs, progress, epoch)
             saved = time.monotonic()
     values = [found.values(members.steps * tasks[0].batch, len(tasks)) for found in progress]
-    return [{**values[k], **(by_name(last[k]) if k in alive else {})} for k in range(len(tasks))]
+    mode = {"mode": members.step.mode}
+    return [{**values[k], **mode, **(by_name(last[k]) if k in alive else {})} for k in range(len(tasks))]
 
 
 def draw_all(tasks: Sequence[Task], images: Images, epoch: int) -> list[Draws]:
