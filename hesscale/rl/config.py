@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,7 +17,7 @@ OWN = ("seed", "step_size", "eps", "trust_radius")  # in which agents that learn
 
 class Kind(NamedTuple):
     label: str
-    make: type[CurvatureOptimizer]
+    make: Callable[..., CurvatureOptimizer]
     is_scaled: bool = False  # has a trust region
 
 
@@ -24,6 +26,7 @@ OPTIMIZERS = {
     "adahessian": Kind("AdaHessian", AdaHessian),
     "adahesscale": Kind("AdaHesScale", AdaHesScale),
     "adahesscale-gn": Kind("AdaHesScaleGN", AdaHesScaleGN),
+    "adahesscale-warm": Kind("AdaHesScale, curvature warmed up", functools.partial(AdaHesScale, curvature_warmup=10)),
     "scaled-adam": Kind("Scaled Adam", Adam, True),
     "scaled-adahesscale": Kind("Scaled AdaHesScale", AdaHesScale, True),
 }
