@@ -1,0 +1,108 @@
+"""How long the first steps of AdaHesScale are, of the weight that moves farthest, by how many Hessian diagonals were averaged.
+
+Weights stay as they are initialized, while batches of CIFAR-100 fill the averages of Algorithm 2. Shown is the largest
+entry of M̂ ⊘ (√V̂ + ε) of the whole network, which times α is how far that weight would move, beside the median entry; and at the
+start, how the gradient compares with the diagonal and how many of its entries are negative.
+
+    python benchmarks/first_steps.py --data DATA --out results/first_steps
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent.parent))  # from a checkout that is not installed, too
+
+import torch
+import torch.nn.functional as F
+from records import header, made_by, save
+from torch import Tensor
+
+import hesscale
+from hesscale.bench.measure import digits, message
+from hesscale.bench.report import table
+from hesscale.lab.download import DataError
+from hesscale.vision.images import Images, load_images
+from hesscale.vision.problems import PROBLEMS
+
+NETWORKS = {"cifar100-3c3d": ("deepobs",), "cifar100-allcnnc": ("deepobs", "none")}  # with which paddings
+METHODS = {"hesscale": "AdaHesScale", "hesscale_gn": "AdaHesScaleGN"}
+COUNTS = (1, 2, 3, 5, 10, 20)
+BETAS, EPS = (0.9, 0.999), 1e-8
+
+
+def measured(problem: str, padding: str, method: str, images: Images, batch: int) -> dict[str, Any]:
+    model = PROBLEMS[problem].network(images.classes, 0, padding=padding)
+    params = list(model.parameters())
+    averages: list[list[Any]] = [[0.0, 0.0] for _ in params]
+    row: dict[str, Any] = {"network": PROBLEMS[problem].title, "padding": padding, "optimizer": METHODS[method]}
+    torch.manual_seed(0)
+    for count in range(1, max(COUNTS) + 1):
+        some = torch.randint(0, len(images.train.labels), (batch,))
+        loss = F.cross_entropy(model(images.inputs(images.train.images[some])), images.train.labels[some])
+        gradients, diagonals = hesscale.grad(loss, params, method=method)
+        for pair, gradient, diagonal in zip(averages, gradients, diagonals, strict=True):
+            pair[0] = BETAS[0] * pair[0] + (1 - BETAS[0]) * gradient
+            pair[1] = BETAS[1] * pair[1] + (1 - BETAS[1]) * diagonal.square()
+        if count == 1:
+            row["gradient_over_curvature"] = float(together(gradients).norm() / together(diagonals).norm())
+            row["negative"] = float((together(diagonals) < 0).double().mean())
+        if count in COUNTS:
+            corrected = [(m / (1 - BETAS[0] ** count), v / (1 - BETAS[1] ** count)) for m, v in averages]
+            steps = together([m / (v.sqrt() + EPS) for m, v in corrected]).abs()
+            row |= {f"largest_{count}": float(steps.max()), f"median_{count}": float(steps.median())}
+    return row
+
+
+def together(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+def page(found: dict[str, Any]) -> str:
+    rows = []
+    for row in found["rows"]:
+        lengths = [f"{row[f'largest_{count}']:.3g} ({row[f'median_{count}']:.2g})" for count in COUNTS]
+        beginning = [f"{row['gradient_over_curvature']:.2g}", f"{100 * row['negative']:.0f} %"]
+        rows.append([row["network"], row["padding"], row["optimizer"], *beginning, *lengths])
+    columns = ["network", "padding", "optimizer", "gradient / diagonal", "negative", *map(str, COUNTS)]
+    return f"""# Lengths of first steps
+
+{made_by(found)} Batches of {found["batch"]}, ε = {EPS:g}.
+The norm of the first gradient by that of the first diagonal, the share of that one's entries that are negative, and the largest
+entry of M̂ ⊘ (√V̂ + ε), in units of the step size, after so many diagonals; in brackets the median entry.
+
+{table(columns, rows)}
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="where CIFAR-100 is, as for `hesscale supervised`")
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--out", type=Path, default=Path("results/first_steps"))
+    options = parser.parse_args(arguments)
+    try:
+        images = load_images(PROBLEMS["cifar100-3c3d"], options.data, torch.device("cpu"))
+    except DataError as error:
+        print(message(error), file=sys.stderr)
+        return 2
+    rows = []
+    for problem, paddings in NETWORKS.items():
+        for padding in paddings:
+            for method in METHODS:
+                found = measured(problem, padding, method, images, options.batch)
+                rows.append({name: digits(value) if isinstance(value, float) else value for name, value in found.items()})
+                print(rows[-1], flush=True)
+    record = {**header("first_steps.py", arguments), "batch": options.batch, "rows": rows}
+    options.out.mkdir(parents=True, exist_ok=True)
+    save(options.out / "first_steps", record, page(record))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
