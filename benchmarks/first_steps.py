@@ -48,9 +48,10 @@ def measured(problem: str, padding: str, precision: str, name: str, images: Imag
     optimizer = OPTIMIZERS[name](params)
     averages: list[list[Any]] = [[0.0, 0.0] for _ in params]
     row: dict[str, Any] = {"network": PROBLEMS[problem].title, "padding": padding, "precision": precision, "optimizer": name}
-    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)  # for dropout and AdaHessian's draws
     for count in range(1, max(COUNTS) + 1):
-        some = torch.randint(0, len(images.train.labels), (batch,))
+        some = torch.randint(0, len(images.train.labels), (batch,), generator=generator)
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
             loss = F.cross_entropy(model(images.inputs(images.train.images[some])), images.train.labels[some])
         optimizer.zero_grad()

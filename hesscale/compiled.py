@@ -226,7 +226,7 @@ class Graph:
         self.cuda_graph = self.cuda_graph and self.backend == "inductor" and own[0].is_cuda
         if self.backend == "inductor":
             try:
-                self.run = self.subject.arranged(compile_graph(graph, self.subject.example(arguments)))
+                self.run = self.subject.arranged(compile_graph(graph, self.subject.example(self.layout, arguments)))
                 self.mode = "compiled"
             except Exception as error:  # whatever went wrong in the compiler, the graph is right
                 self.cuda_graph, self.reason = False, f"TorchInductor cannot compile it: {first_line(error)}"

@@ -248,8 +248,8 @@ class Members:
         dims = (*[0] * own, *self.dims(shape.tensors))
         return trace(torch.func.vmap(graph, in_dims=dims, randomness="different"), tensors)
 
-    def example(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        return tensors
+    def example(self, layout: Layout, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        return self.first.warmed_up(layout, tensors, [member.optimizer for member in self.members])
 
     def arranged(self, run: Run) -> Run:
         return run
@@ -284,10 +284,10 @@ class Abreast(Members):
     def trace(self, layout: Layout, shape: Shape, tensors: Sequence[Tensor]) -> GraphModule:
         """The first member's step."""
         self.own = len(self.first.own_tensors(layout))
-        return self.first.trace(layout, shape, self.example(tensors))
+        return self.first.trace(layout, shape, self.share(tensors, 0, self.own))
 
-    def example(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return self.share(tensors, 0, self.own)
+    def example(self, layout: Layout, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        return self.first.example(layout, self.share(tensors, 0, self.own))
 
     def share(self, tensors: Sequence[Tensor], k: int, own: int) -> list[Tensor]:
         """What a step of member k takes, each of whom has so many tensors of its own."""

@@ -68,7 +68,7 @@ class Trained(Protocol):
     def own_tensors(self, layout: Layout) -> list[Tensor]: ...
     def number_tensors(self) -> list[Tensor]: ...
     def trace(self, layout: Layout, shape: Shape, tensors: Sequence[Tensor]) -> GraphModule: ...
-    def example(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]: ...
+    def example(self, layout: Layout, tensors: Sequence[Tensor]) -> Sequence[Tensor]: ...
     def arranged(self, run: Run) -> Run: ...
 
 
@@ -349,9 +349,18 @@ class Subject:
         """The step as a graph over own tensors, numbers and those of a batch, which returns the loss and η."""
         return trace(lambda *given: self.step_on(layout, shape, given), tensors)
 
-    def example(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Of the tensors that a step is given, those that its graph takes."""
-        return tensors
+    def example(self, layout: Layout, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Of the tensors that a step is given, those that its graph takes; with enough curvature seen for weights to move."""
+        return self.warmed_up(layout, tensors, [self.optimizer])
+
+    def warmed_up(
+        self, layout: Layout, tensors: Sequence[Tensor], optimizers: Iterable[torch.optim.Optimizer]
+    ) -> Sequence[Tensor]:
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        warmup = max([float(group.get("curvature_warmup", 0)) for group in groups])
+        begin = len(self.parameters()) + len(self.buffer_places)
+        names = dict(enumerate([name for _, names in layout.state for name in names], begin))
+        return [t + warmup if names.get(i) == "curvature_step" else t for i, t in enumerate(tensors)] if warmup else tensors
 
     def arranged(self, run: Run) -> Run:
         """The step, of code for its graph."""

@@ -231,6 +231,7 @@ def lambert(z: Tensor) -> tuple[Tensor, Tensor]:
 
 
 MOST_CHECKED = 2**30  # bytes
+FLOAT32_EPS = torch.finfo(torch.float32).eps  # of sums, whatever they are rounded to
 
 
 def checked(compiler: Any, graph: GraphModule, tensors: Sequence[Tensor], options: dict[str, Any]) -> Callable[..., Any]:
@@ -288,19 +289,19 @@ def is_same(a: Tensor, b: Tensor, scale: float, share: float = 0.01) -> bool:
     """But for rounding; in a tensor, some entries may differ: a step divides by curvature that may be next to nothing."""
     if not a.is_floating_point():
         return torch.equal(a, b)
-    margin = share * (a.abs() + b.abs()) + 16 * torch.finfo(a.dtype).eps * scale
+    margin = share * (a.abs() + b.abs()) + 16 * min(torch.finfo(a.dtype).eps, FLOAT32_EPS) * scale
     is_near = ((a - b).abs() <= margin) | (a == b) | (a.isnan() & b.isnan())
     return int((~is_near).sum()) <= (0 if a.numel() < 2 else max(1, a.numel() // 10))
 
 
 def is_roughly_same(a: Tensor, b: Tensor, scale: float) -> bool:
     """In most entries, or as a whole where entries are rounding alone."""
+    if not a.is_floating_point() or not torch.equal(a.isfinite(), b.isfinite()):
+        return torch.equal(a, b)
     if is_same(a, b, scale, share=0.05):
         return True
-    if not a.is_floating_point() or not torch.equal(a.isfinite(), b.isfinite()):
-        return False
     a, b = (tensor.double().nan_to_num(0, 0, 0) for tensor in (a, b))
-    return float((a - b).norm()) <= 0.05 * float(a.norm() + b.norm()) + 16 * torch.finfo(torch.float32).eps * scale
+    return float((a - b).norm()) <= 0.05 * float(a.norm() + b.norm()) + 16 * FLOAT32_EPS * scale
 
 
 def largest(tensors: Sequence[Tensor]) -> float:

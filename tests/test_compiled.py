@@ -999,9 +999,10 @@ def test_an_exception_in_the_loss_leaves_everything_as_it_was():
 
 
 @pytest.mark.parametrize("backend", ["eager", "traced"])
-def test_a_step_that_is_not_finite_raises_and_changes_nothing(backend):
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_a_step_that_is_not_finite_raises_and_changes_nothing(backend, decay):
     model = mlp()
-    optimizer = ada(model.parameters(), trust_radius=1e-2, curvature_every=2)
+    optimizer = ada(model.parameters(), trust_radius=1e-2, curvature_every=2, weight_decay=decay)
     step = hesscale.compile_step(model, mse, optimizer, backend=backend)
     data = batches(6)
     train(step, data)
@@ -1017,7 +1018,7 @@ def test_a_step_that_is_not_finite_raises_and_changes_nothing(backend):
 
 def test_steps_that_are_left_out_are_counted():
     def make(params):
-        return ada(params, on_nonfinite="skip", curvature_every=3)
+        return ada(params, on_nonfinite="skip", curvature_every=3, weight_decay=0.1)
 
     data = [(x * torch.inf if i in (5, 6, 11) else x, y) for i, (x, y) in enumerate(batches(20))]
     eager, other = two_of(mlp(), make, mse)

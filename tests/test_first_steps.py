@@ -39,9 +39,9 @@ def test_lengths_are_those_of_the_optimizer(optimizer, benchmark, monkeypatch):
         model = PROBLEMS["cifar100-3c3d"].network(100, 0)
         start = [p.detach().clone() for p in model.parameters()]
         optimizes = optimizer(model.parameters(), lr=1.0, curvature_warmup=count - 1)
-        torch.manual_seed(0)
+        generator = torch.Generator().manual_seed(0)
         for _ in range(count):
-            some = torch.randint(0, 8, (2,))
+            some = torch.randint(0, 8, (2,), generator=generator)
             optimizes.zero_grad()
             optimizes.backward(F.cross_entropy(model(images.inputs(images.train.images[some])), images.train.labels[some]))
             optimizes.step()

@@ -262,3 +262,42 @@ def test_the_true_reason_is_given_for_eager_mode():
             step(*batch())
     (found,) = record
     assert "again and again" not in str(found.message)
+
+
+@pytest.mark.parametrize("how", ["alone", "vmap", "abreast"])
+def test_weights_that_wait_are_compared_as_if_they_moved(how, monkeypatch):
+    """A compiler that turns their update around is seen, though weights stand still while curvature warms up."""
+
+    def wrong(graph, tensors, options=None):
+        def run(*given):
+            before = [tensor.clone() for tensor in given[:2]]
+            found = graph(*given)
+            for tensor, old in zip(given, before, strict=False):
+                tensor.copy_(2 * old - tensor)
+            return found
+
+        return run
+
+    monkeypatch.setattr("torch._inductor.compile", wrong)
+    models = [nn.Linear(3, 2) for _ in range(2)]
+    optimizers = [hesscale.AdaHesScale(model.parameters(), lr=0.5, curvature_warmup=10) for model in models]
+    if how == "alone":
+        step = hesscale.compile_step(models[0], loss_fn, optimizers[0])
+    else:
+        step = hesscale.func.ensemble(models, loss_fn, optimizers, how=how, batch_dims=None)
+    step(*batch())
+    with pytest.warns(CompileWarning, match="other numbers"):
+        step(*batch())
+    assert step.mode == "traced"
+
+
+def test_an_optimizer_pickled_by_a_version_without_warming_up():
+    model, (x, y) = nn.Linear(3, 2), batch()
+    optimizer = hesscale.AdaHesScale(model.parameters())
+    del optimizer.defaults["curvature_warmup"], optimizer.param_groups[0]["curvature_warmup"]
+    optimizer.option_names = tuple(optimizer.defaults)
+    model, found = copy.deepcopy((model, optimizer))
+    found.backward(loss_fn(model, x, y))
+    found.step()
+    assert found.param_groups[0]["curvature_warmup"] == 0
+    assert "curvature_warmup" in found.option_names

@@ -228,7 +228,7 @@ def circumstances(found: Trained) -> object:
 
 def modes(results: Iterable[Result]) -> list[str]:
     """How steps ran: :func:`hesscale.compile_step` may have had to do with less than what was asked for."""
-    return sorted({result.values.get("mode", result.task.backend) for result in results})
+    return sorted({result.values.get("mode", "not recorded") for result in results})
 
 
 def at_once(found: Trained) -> str:

@@ -78,7 +78,7 @@ class CurvatureOptimizer(Optimizer):
         foreach: bool | None = None,
         capturable: bool = False,
     ) -> None:
-        check_number("curvature_every", curvature_every, curvature_every >= 1 and int(curvature_every) == curvature_every)
+        check_count("curvature_every", curvature_every, 1)
         check_choices(curvature_dtype=curvature_dtype)
         if trust_region not in TRUST_REGIONS:
             raise ValueError(f"trust_region={trust_region!r} is not one of {', '.join(map(repr, TRUST_REGIONS))}")
@@ -125,6 +125,10 @@ class CurvatureOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        if "curvature_warmup" not in self.defaults:  # of a version without it
+            for options in (self.defaults, *self.param_groups):
+                options["curvature_warmup"] = 0
+            self.option_names = tuple(self.defaults)
         self._packs = None if self.__dict__.get("_packs", {}) is None else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -398,10 +402,6 @@ class CurvatureOptimizer(Optimizer):
 
     def average(self, group: dict[str, Any], batch: Batch, alive: Tensor | None) -> None:
         """Move the averages on, by gradients and curvature with their weight decay."""
-        if alive is not None:
-            alive = alive.to(batch.params[0].device)
-            batch.gradients = [torch.where(alive > 0, t, 0) for t in batch.gradients]
-            batch.curvatures = [torch.where(alive > 0, t, 0) for t in batch.curvatures]
         if group["maximize"]:
             batch.gradients = list(torch._foreach_neg(batch.gradients))
             batch.curvatures = list(torch._foreach_neg(batch.curvatures)) if batch.curvatures else []
@@ -411,6 +411,10 @@ class CurvatureOptimizer(Optimizer):
             batch.gradients = decay
             if batch.curvatures:
                 batch.curvatures = list(torch._foreach_add(batch.curvatures, group["weight_decay"]))
+        if alive is not None:
+            alive = alive.to(batch.params[0].device)
+            batch.gradients = [torch.where(alive > 0, t, 0) for t in batch.gradients]
+            batch.curvatures = [torch.where(alive > 0, t, 0) for t in batch.curvatures]
         update.average(batch, group["betas"], alive)
 
     def trust(self, batches: list[tuple[dict[str, Any], Batch]], moves: list[tuple[list[Tensor], Any]]) -> list[Tensor | None]:
@@ -516,13 +520,19 @@ def check_group(group: dict[str, Any]) -> None:
     check_number("betas", betas, len(betas) == 2 and all(0 <= beta < 1 for beta in betas))
     check_number("eps", group["eps"], group["eps"] >= 0)
     check_number("weight_decay", group["weight_decay"], group["weight_decay"] >= 0)
-    check_number("curvature_warmup", group["curvature_warmup"], 0 <= group["curvature_warmup"] < math.inf)
+    check_count("curvature_warmup", group["curvature_warmup"], 0)
     check_number("trust_radius", radius, radius is None or radius > 0)
     for p in group["params"]:
         if p.is_complex():
             raise ValueError("complex parameters have no Hessian diagonal; hold real and imaginary parts as two parameters")
         if p.dtype == torch.float16:
             raise ValueError("float16 parameters have no room for squared curvature; keep them in float32 and use autocast")
+
+
+def check_count(name: str, value: Any, least: int) -> None:
+    check_number(
+        name, value, isinstance(value, int | float) and not isinstance(value, bool) and value % 1 == 0 and value >= least
+    )
 
 
 def check_number(name: str, value: Any, is_valid: Any) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,7 +15,7 @@ OWN = ("seed", "step_size", "eps", "trust_radius")  # in which agents that learn
 
 class Kind(NamedTuple):
     label: str
-    make: Callable[..., CurvatureOptimizer]
+    make: type[CurvatureOptimizer]
     is_scaled: bool = False  # has a trust region
 
 
@@ -26,7 +24,6 @@ OPTIMIZERS = {
     "adahessian": Kind("AdaHessian", AdaHessian),
     "adahesscale": Kind("AdaHesScale", AdaHesScale),
     "adahesscale-gn": Kind("AdaHesScaleGN", AdaHesScaleGN),
-    "adahesscale-warm": Kind("AdaHesScale, curvature warmed up", functools.partial(AdaHesScale, curvature_warmup=10)),
     "scaled-adam": Kind("Scaled Adam", Adam, True),
     "scaled-adahesscale": Kind("Scaled AdaHesScale", AdaHesScale, True),
 }

@@ -82,10 +82,11 @@ class Members:
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups if "step_count" in group]
         kinds = min(getattr(self.optimizers[0], "curvature_every", 1), 2)  # of steps: with curvature, and without
         with self.running():
-            for count in [kind for kind in range(kinds) for _ in range(WARM_UP)]:
-                for group in groups:
-                    group["step_count"] = count
-                self.step(x[0], y[0])
+            for kind in [kind for kind in range(kinds) for _ in range(WARM_UP)]:
+                for count in range(kind + 1):
+                    for group in groups:
+                        group["step_count"] = count
+                    self.step(x[0], y[0])
                 for k in range(len(self.models)):
                     self.load(k, None)
 
