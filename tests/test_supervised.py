@@ -592,11 +592,11 @@ def test_how_steps_ran_is_said_where_it_was_not_the_same():
     fast.values["mode"] = slow.values["mode"] = "compiled"
     (row, _), section = row_of([fast, slow])
     assert "steps" not in row
-    assert "(cpu, float32, compiled)" in section.text
+    assert "(cpu, float32; how steps ran: compiled)" in section.text
     slow.values["mode"] = "traced"
     rows, section = row_of([fast, slow])
     assert [row["steps"] for row in rows] == ["compiled", "traced"]
-    assert "(cpu, float32, compiled, traced)" in section.text
+    assert "(cpu, float32; how steps ran: compiled, traced)" in section.text
 
 
 def test_speed_is_compared_among_as_many_networks():

@@ -102,7 +102,7 @@ def describe(results: list[Result]) -> str:
     together = sorted({result.values["together"] for result in results})
     changes = "shifted, flipped and recoloured" if task.augment else "as they are"
     machines = sorted({str(result.facts.get("machine", {}).get("gpu") or "") for result in results} - {""})
-    where = f"{', '.join(machines) or task.device}, {task.precision}, {', '.join(modes(results))}"
+    where = f"{', '.join(machines) or task.device}, {task.precision}; how steps ran: {', '.join(modes(results))}"
     parts = [
         f"Task {task.problem}, activation {task.activation}, padding {task.padding}, L2 {task.l2:g}, batches of {task.batch}, "
         f"{task.epochs} epochs, images for training {changes}; {seeds} seed{'s' * (seeds > 1)}, with the same initial "
