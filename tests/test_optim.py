@@ -7,6 +7,7 @@ import io
 import math
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -509,6 +510,11 @@ def test_a_scalers_overflow_leaves_the_step_out_quietly():
 def test_bad_options_are_refused_by_name(options):
     with pytest.raises(ValueError, match=next(iter(options))):
         AdaHesScale([torch.ones(1, requires_grad=True)], **options)
+
+
+def test_counts_may_be_numpys():
+    optimizer = AdaHesScale([torch.ones(1, requires_grad=True)], curvature_every=np.int64(3), curvature_warmup=np.int32(2))
+    assert (optimizer.curvature_every, optimizer.param_groups[0]["curvature_warmup"]) == (3, 2)
 
 
 def test_bad_parameters_are_refused():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from numbers import Real
 from typing import Any, ClassVar
 
 import torch
@@ -530,9 +531,8 @@ def check_group(group: dict[str, Any]) -> None:
 
 
 def check_count(name: str, value: Any, least: int) -> None:
-    check_number(
-        name, value, isinstance(value, int | float) and not isinstance(value, bool) and value % 1 == 0 and value >= least
-    )
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    check_number(name, value, is_number and value % 1 == 0 and value >= least)
 
 
 def check_number(name: str, value: Any, is_valid: Any) -> None:
