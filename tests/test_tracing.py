@@ -107,6 +107,9 @@ def test_rounding_to_16_bits_is_no_difference_and_a_factor_is():
     outlier = torch.where(torch.arange(1000) == 7, 1e6, 0.0)  # of a step by a curvature that is rounding alone
     assert tracing.is_roughly_same(x + outlier, x - outlier, 1.0)
     assert not tracing.is_roughly_same(x + outlier, -x - outlier, 1.0)
+    far, some = torch.linspace(-1e3, 1e3, 1000), torch.arange(1000)  # large steps, whose signs are rounding for some
+    assert tracing.is_roughly_same(torch.where(some % 5 < 1, far, x), torch.where(some % 5 < 1, -far, x), 1.0)
+    assert not tracing.is_roughly_same(torch.where(some % 5 < 2, far, x), torch.where(some % 5 < 2, -far, x), 1.0)
     assert not tracing.is_roughly_same(x, torch.where(torch.arange(1000) < 50, torch.nan, x), 1.0)
     for factor in (-1, 0, 3):  # though the margin of 16 bits would hold all that is small beside another tensor
         assert not tracing.is_roughly_same(x.bfloat16() / 20, factor * x.bfloat16() / 20, 4.0)
