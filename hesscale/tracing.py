@@ -231,6 +231,7 @@ def lambert(z: Tensor) -> tuple[Tensor, Tensor]:
 
 
 MOST_CHECKED = 2**30  # bytes
+CLOSELY, ROUGHLY = 0.01, 0.05  # shares of both numbers by which they may differ
 FLOAT32_EPS = torch.finfo(torch.float32).eps  # of sums, whatever they are rounded to
 
 
@@ -242,9 +243,11 @@ def checked(compiler: Any, graph: GraphModule, tensors: Sequence[Tensor], option
             with whole_precision():
                 results = [outcome(run, tensors) for run in (graph, compiled)]
             scale = largest(results[0])
-            is_near = is_roughly_same if is_coarse(graph) else is_same
-            if not all(is_near(a, b, scale) for a, b in zip(*results, strict=True)):
-                raise RuntimeError("what it compiles gives other numbers than the graph itself")
+            is_near, share = (is_roughly_same, ROUGHLY) if is_coarse(graph) else (is_same, CLOSELY)
+            for a, b in zip(*results, strict=True):
+                if not is_near(a, b, scale):
+                    where = f"{odd_entries(a, b, scale, share)} of {a.numel()} in a tensor of shape {tuple(a.shape)}"
+                    raise RuntimeError(f"what it compiles gives other numbers than the graph itself, {where}")
     return compiled
 
 
@@ -285,23 +288,28 @@ def twin(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
-def is_same(a: Tensor, b: Tensor, scale: float, share: float = 0.01, odd: float = 0.1) -> bool:
+def is_same(a: Tensor, b: Tensor, scale: float, share: float = CLOSELY, odd: float = 0.1) -> bool:
     """But for rounding; in a tensor, some entries may differ: a step divides by curvature that may be next to nothing."""
-    if not a.is_floating_point():
-        return torch.equal(a, b)
-    margin = share * (a.abs() + b.abs()) + 16 * min(torch.finfo(a.dtype).eps, FLOAT32_EPS) * scale
-    is_near = ((a - b).abs() <= margin) | (a == b) | (a.isnan() & b.isnan())
-    return int((~is_near).sum()) <= (0 if a.numel() < 2 else max(1, int(odd * a.numel())))
+    is_one_of_many = a.is_floating_point() and a.numel() > 1
+    return odd_entries(a, b, scale, share) <= (max(1, int(odd * a.numel())) if is_one_of_many else 0)
+
+
+def odd_entries(a: Tensor, b: Tensor, scale: float, share: float) -> int:
+    """How many differ, by more than this share if they are no integers."""
+    is_near = (a == b) | (a.isnan() & b.isnan())
+    if a.is_floating_point():
+        is_near |= (a - b).abs() <= share * (a.abs() + b.abs()) + 16 * min(torch.finfo(a.dtype).eps, FLOAT32_EPS) * scale
+    return int((~is_near).sum())
 
 
 def is_roughly_same(a: Tensor, b: Tensor, scale: float) -> bool:
     """In most entries, or as a whole where entries are rounding alone."""
     if not a.is_floating_point() or not torch.equal(a.isfinite(), b.isfinite()):
         return torch.equal(a, b)
-    if is_same(a, b, scale, share=0.05, odd=0.25):
+    if is_same(a, b, scale, ROUGHLY, odd=0.25):
         return True
     a, b = (tensor.double().nan_to_num(0, 0, 0) for tensor in (a, b))
-    return float((a - b).norm()) <= 0.05 * float(a.norm() + b.norm()) + 16 * FLOAT32_EPS * scale
+    return float((a - b).norm()) <= ROUGHLY * float(a.norm() + b.norm()) + 16 * FLOAT32_EPS * scale
 
 
 def largest(tensors: Sequence[Tensor]) -> float:

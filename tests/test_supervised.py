@@ -555,6 +555,21 @@ def test_how_many_seeds_an_accuracy_is_of():
     sizes = next(item for item in section.items if item.name == "step-sizes-test-loss").series[0]
     assert sizes.x == [0.01, 0.1]
     assert math.isnan(sizes.y[1])  # where a line breaks
+    sizes = next(item for item in section.items if item.name == "step-sizes-test-accuracy").series[0]
+    assert sizes.y[1] == 0
+
+
+def test_an_optimizer_has_the_same_colour_whatever_else_is_shown():
+    def looks(*optimizers):
+        _, section = row_of([trained(name, 0.1, 0) for name in optimizers])
+        return [(series.colour, series.dashed) for series in section.items[2].series]
+
+    few, many = looks("adam", "adahesscale"), looks(*OPTIMIZERS)
+    assert [many[list(OPTIMIZERS).index(name)] for name in ("adam", "adahesscale")] == few
+    assert {few[0][0]} == {colour for colour, _ in looks("adam", "scaled-adam")}
+    assert looks("scaled-adam") == [(few[0][0], True)]
+    variants = looks("adahesscale", "adahesscale-warm", "adahesscale-bf16", "scaled-adahesscale")
+    assert len(set(variants)) == len(variants)
 
 
 def test_columns_that_would_say_nothing_are_left_out():

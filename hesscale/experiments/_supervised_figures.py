@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ..lab.plots import Heat, Plot, Section, Series, Table
+from ..lab.plots import COLOURS, Heat, Plot, Section, Series, Table
 from ..lab.statistics import Summary, summary
 from ..lab.store import Result
-from ..vision.config import OPTIMIZERS
+from ..vision.config import OPTIMIZERS, PAPER
 from ..vision.problems import PROBLEMS
 
 OF_METHODS = ("optimizer", "step_size", "seed", "times", "trust_radius")  # what may differ within a section
@@ -27,10 +27,11 @@ class Trained:
     Attributes:
         best: the step size with the highest accuracy on the validation split, by seeds that all have.
         by_size: results of these seeds, and at the best step size of all seeds.
+        look: the colour of its lines, and whether they are dashed.
     """
 
-    def __init__(self, label: str, by_size: Mapping[float, list[Result]]) -> None:
-        self.label, self.by_size = label, comparable(dict(sorted(by_size.items())))
+    def __init__(self, label: str, by_size: Mapping[float, list[Result]], look: tuple[str, bool]) -> None:
+        self.label, self.by_size, self.look = label, comparable(dict(sorted(by_size.items()))), look
         self.best = max(self.by_size, key=self.accuracy)
         self.by_size[self.best] = by_size[self.best]
 
@@ -83,7 +84,8 @@ def section(results: list[Result], own: Sequence[tuple[str, Any]]) -> Section:
     order = list(OPTIMIZERS)
     for result in sorted(results, key=lambda r: (order.index(r.task.optimizer), r.task.trust_radius, r.task.times, r.task.seed)):
         by_label.setdefault(result.task.label, {}).setdefault(result.task.step_size, []).append(result)
-    trained = [Trained(label, by_size) for label, by_size in by_label.items()]
+    looks = looks_of({result.task.label: result.task.optimizer for result in results})
+    trained = [Trained(label, by_size, looks[label]) for label, by_size in by_label.items()]
     task = results[0].task
     end = "".join(f"-{value}" for _, value in own)
     items: list[Plot | Heat | Table] = [accuracies(trained, f"optimizers{end}"), speeds(trained, f"speed{end}")]
@@ -124,7 +126,7 @@ def curves(trained: list[Trained], split: str, what: str, against: str, end: str
     for found in trained:
         if points := found.curve(f"{split}_{what}"):
             x = [at.mean for at in found.curve("seconds").values()] if against == "seconds" else list(points)
-            series.append(Series(found.label, x, *band(list(points.values()))))
+            series.append(line(found, x, list(points.values())))
     caption = "At the best step size; mean and standard error over seeds."
     title = f"{split.capitalize()} {what} by {against}"
     return Plot(
@@ -132,21 +134,36 @@ def curves(trained: list[Trained], split: str, what: str, against: str, end: str
     )
 
 
-def band(points: Sequence[Summary]) -> tuple[list[float], list[float], list[float]]:
+def line(found: Trained, x: Sequence[float], points: Sequence[Summary]) -> Series:
     """Means, and a standard error below and above."""
     low, high = ([at.mean + sign * (at.error or 0) for at in points] for sign in (-1, 1))
-    return [at.mean for at in points], low, high
+    colour, is_dashed = found.look
+    return Series(found.label, x, [at.mean for at in points], low, high, colour=colour, dashed=is_dashed)
+
+
+def looks_of(optimizers: Mapping[str, str]) -> dict[str, tuple[str, bool]]:
+    """Of optimizers by label. The paper's have colours of their own in all figures; a variant is dashed, a second one spare."""
+    spare = itertools.cycle([(colour, True) for colour in COLOURS[len(PAPER) :]])
+    looks: dict[str, tuple[str, bool]] = {}
+    for label, optimizer in optimizers.items():
+        kin = max((name for name in PAPER if name in optimizer), key=len)
+        look = COLOURS[PAPER.index(kin)], label != OPTIMIZERS[kin].label
+        looks[label] = next(spare) if look in looks.values() else look
+    return looks
 
 
 def sensitivity(trained: list[Trained], value: str, end: str) -> Plot:
+    """At the end, of every step size; no image is right where a network diverged, but a loss would be any number."""
+    is_loss = value == "test_loss"
     series = []
     for found in trained:
-        done = [[result.values[value] for result in finished(results)] for results in found.by_size.values()]
+        columns = [finished(results) if is_loss else results for results in found.by_size.values()]
+        done = [[result.values.get(value, 0.0) for result in results] for results in columns]
         points = [summary(values) if values else Summary(math.nan, None) for values in done]
-        series.append(Series(found.label, list(found.by_size), *band(points)))
-    name, caption = value.replace("_", " "), "At the end; mean and standard error over the seeds that did not diverge."
+        series.append(line(found, list(found.by_size), points))
+    over = "the seeds that did not diverge" if is_loss else "seeds, where one that diverged counts as 0"
+    name, caption = value.replace("_", " "), f"At the end; mean and standard error over {over}."
     title = f"{name.capitalize()} by step size"
-    is_loss = value == "test_loss"
     return Plot(f"step-sizes-{name.replace(' ', '-')}{end}", title, series, "step size", name, True, is_loss, caption=caption)
 
 
