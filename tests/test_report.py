@@ -15,9 +15,9 @@ from hesscale.lab import report as reports
 from hesscale.lab.drawing import draw_plot, save_figure
 from hesscale.lab.experiment import Experiment, as_task
 from hesscale.lab.interactive import figures
-from hesscale.lab.marks import marks, palette
+from hesscale.lab.marks import COLOURS, marks, palette
 from hesscale.lab.page import as_script, page_of
-from hesscale.lab.plots import COLOURS, Heat, Plot, Section, Series, Table
+from hesscale.lab.plots import Heat, Plot, Section, Series, Table
 from hesscale.lab.report import Account, report, write_report
 from hesscale.lab.store import Store
 

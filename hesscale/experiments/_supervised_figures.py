@@ -10,15 +10,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ..lab.plots import COLOURS, Heat, Plot, Section, Series, Table
+from ..bench.report import COLOURS
+from ..lab.plots import Heat, Plot, Section, Series, Table
 from ..lab.statistics import Summary, summary
 from ..lab.store import Result
-from ..vision.config import OPTIMIZERS, PAPER
+from ..vision.config import OPTIMIZERS
 from ..vision.problems import PROBLEMS
 
 OF_METHODS = ("optimizer", "step_size", "seed", "times", "trust_radius")  # what may differ within a section
 IN_TITLE = ("problem", "dataset", "epochs")
 SPLITS = ("test", "validation", "train")
+SPARE = ("#000000", "#57a773", "#d16ba5")  # of a second variant of an optimizer
 
 
 class Trained:
@@ -142,12 +144,12 @@ def line(found: Trained, x: Sequence[float], points: Sequence[Summary]) -> Serie
 
 
 def looks_of(optimizers: Mapping[str, str]) -> dict[str, tuple[str, bool]]:
-    """Of optimizers by label. The paper's have colours of their own in all figures; a variant is dashed, a second one spare."""
-    spare = itertools.cycle([(colour, True) for colour in COLOURS[len(PAPER) :]])
+    """Of optimizers by label: the paper's have their colours in all figures, and variants are dashed."""
+    spare = itertools.cycle([(colour, True) for colour in SPARE])
     looks: dict[str, tuple[str, bool]] = {}
     for label, optimizer in optimizers.items():
-        kin = max((name for name in PAPER if name in optimizer), key=len)
-        look = COLOURS[PAPER.index(kin)], label != OPTIMIZERS[kin].label
+        kin = max((name for name in COLOURS if name in optimizer), key=len)
+        look = COLOURS[kin], label != OPTIMIZERS[kin].label
         looks[label] = next(spare) if look in looks.values() else look
     return looks
 

@@ -12,7 +12,7 @@ import torch
 from ..bench.command import choose
 from ..compiled import BACKENDS
 from ..lab.experiment import Experiment, option
-from ..vision.config import OPTIMIZERS, PAPER, Task, companions
+from ..vision.config import OPTIMIZERS, Task, companions
 from ..vision.members import PRECISIONS
 from ..vision.problems import ACTIVATIONS, PADDINGS, PROBLEMS
 from ..vision.trainer import run, run_together
@@ -20,6 +20,7 @@ from ._methods import HELP, methods
 from ._supervised_figures import sections
 
 DEVICES = ("auto", "cpu", "cuda")
+PAPER = ("sgd", "adam", "adahessian", "bl89", "ggnmc", "adahesscale", "adahesscale-gn")
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 from matplotlib.colors import to_hex
 
-from .plots import COLOURS, Heat, Plot, Series, Table
+from .plots import Heat, Plot, Series, Table
 
+# ten colours that stay apart with any kind of colour vision (M. Petroff, arXiv:2107.02270)
+COLOURS = ("#3f90da", "#ffa90e", "#bd1f01", "#832db6", "#717581", "#e76300", "#a96b59", "#92dadd", "#b9ac70", "#94a4a2")
 KINDS = ("line", "dots", "bars")
 GOLDEN = (5**0.5 - 1) / 2
 Array = Any  # of numpy, of float64

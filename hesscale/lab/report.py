@@ -14,9 +14,9 @@ from .drawing import save_figure
 from .experiment import Experiment, experiments
 from .files import write_whole
 from .interactive import number, numbers
-from .marks import as_array, check, palette
+from .marks import COLOURS, as_array, check, palette
 from .page import is_numeric, page_of, slug
-from .plots import COLOURS, Heat, Plot, Section, Table
+from .plots import Heat, Plot, Section, Table
 from .store import FAILED, FINISHED, DamagedRun, Result, Store, Task
 
 FEW = 8  # values of a setting, up to which each is named

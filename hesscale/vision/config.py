@@ -40,7 +40,6 @@ OPTIMIZERS = {
     "scaled-adahesscale": Kind("Scaled AdaHesScale", AdaHesScale, True),
     "scaled-adahesscale-gn": Kind("Scaled AdaHesScaleGN", AdaHesScaleGN, True),
 }
-PAPER = ("sgd", "adam", "adahessian", "bl89", "ggnmc", "adahesscale", "adahesscale-gn")  # of which the others are variants
 
 
 @dataclass(frozen=True)
