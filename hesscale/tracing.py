@@ -17,6 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from .draws import set_apart
 from .heads import Unsettled
 from .strides import without_strides
 
@@ -238,7 +239,9 @@ FLOAT32_EPS = torch.finfo(torch.float32).eps  # of sums, whatever they are round
 def checked(compiler: Any, graph: GraphModule, tensors: Sequence[Tensor], options: dict[str, Any]) -> Callable[..., Any]:
     """Code that has been seen to do what the graph does, but for rounding; compilers err, and would do so silently."""
     with torch.no_grad():
-        compiled: Callable[..., Any] = compiler(for_cpu(graph), list(tensors), options=options)
+        apart, draws = set_apart(graph)
+        code: Callable[..., Any] = compiler(for_cpu(apart), [*tensors, *[draw.result.empty() for draw in draws]], options=options)
+        compiled = (lambda *given: code(*given, *[draw() for draw in draws])) if draws else code
         if sum([tensor.nbytes for tensor in tensors]) <= MOST_CHECKED:
             with whole_precision():
                 results = [outcome(run, tensors) for run in (graph, compiled)]

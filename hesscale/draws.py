@@ -1,0 +1,117 @@
+"""Random numbers apart from the code that uses them: compilers reorder draws, and each would get the numbers of another."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+aten = torch.ops.aten
+EMPTY = {aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default, aten.empty_strided.default}
+FILLED = {aten.bernoulli_.float, aten.uniform_.default, aten.normal_.default, aten.exponential_.default}
+LIKE = {aten.rand_like.default, aten.randn_like.default, aten.bernoulli.p}  # of their tensor, only shape and dtype matter
+
+
+class Place(NamedTuple):
+    """What a tensor is but for its numbers."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Place:
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+
+    def empty(self) -> Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+
+
+class Draw(NamedTuple):
+    """Numbers that depend on nothing that is computed.
+
+    Attributes:
+        function: draws them, given an empty tensor if there is a ``place`` for one.
+        result: what it returns, but for the numbers.
+    """
+
+    function: Callable[..., Tensor]
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+    place: Place | None
+    result: Place
+
+    def __call__(self) -> Tensor:
+        given = () if self.place is None else (self.place.empty(),)
+        return self.function(*given, *self.arguments, **self.options)
+
+
+def set_apart(graph: GraphModule) -> tuple[GraphModule, list[Draw]]:
+    """A graph that takes random numbers as further arguments, and how to draw them in order, if there are several.
+
+    Where some depend on what the graph computes, it stays as it is.
+    """
+    if sum(map(is_draw, graph.graph.nodes)) < 2:
+        return graph, []
+    found = copy.deepcopy(graph)
+    nodes = [node for node in found.graph.nodes if is_draw(node)]
+    draws = [draw_of(node) for node in nodes]
+    known = [draw for draw in draws if draw is not None]
+    if len(known) < len(nodes):
+        return graph, []
+    last = [node for node in found.graph.nodes if node.op == "placeholder"][-1]
+    for number, node in enumerate(nodes):
+        with found.graph.inserting_after(last):
+            last = found.graph.placeholder(f"drawn_{number}")
+        if node.target is aten.native_dropout.default:
+            last.meta["val"] = node.meta["val"][1]
+            drop(node, last)
+        else:
+            last.meta["val"] = node.meta["val"]
+            node.replace_all_uses_with(last)
+        found.graph.erase_node(node)
+        for unused in [source for source in node.all_input_nodes if source.target in EMPTY and not source.users]:
+            found.graph.erase_node(unused)
+    found.recompile()
+    return found, known
+
+
+def is_draw(node: Node) -> bool:
+    return node.op == "call_function" and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def draw_of(node: Node) -> Draw | None:
+    """None if what it draws may depend on values."""
+    target: Any = node.target
+    sources = node.all_input_nodes
+    if not sources:
+        return Draw(target, node.args, node.kwargs, None, Place.of(node.meta["val"]))
+    source, arguments = sources[0], node.args[1:]
+    if len(sources) > 1 or node.args[0] is not source:
+        return None
+    place = Place.of(source.meta["val"])
+    if target in LIKE or (target in FILLED and source.target in EMPTY and len(source.users) == 1):
+        return Draw(target, arguments, node.kwargs, place, Place.of(node.meta["val"]))
+    if target is aten.native_dropout.default and arguments[1] is not False:
+        return Draw(mask, arguments, {}, place, Place.of(node.meta["val"][1]))
+    return None
+
+
+def mask(place: Tensor, p: float, is_training: bool | None) -> Tensor:
+    return torch.native_dropout(place, p, is_training)[1]
+
+
+def drop(node: Node, kept: Node) -> None:
+    """What ``native_dropout`` makes of a mask, in its place."""
+    x, p = node.args[:2]
+    with node.graph.inserting_before(node):
+        left = node.graph.call_function(aten.mul.Tensor, (x, kept))
+        value = node.graph.call_function(aten.mul.Tensor, (left, 0.0 if p == 1 else 1 / (1 - float(p))))  # type: ignore[arg-type]
+    for user in list(node.users):  # which take the value or the mask
+        user.replace_all_uses_with((value, kept)[user.args[1]])  # type: ignore[index]
+        node.graph.erase_node(user)
