@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from numbers import Real
 from typing import Any, ClassVar
 
 import torch
@@ -18,15 +16,10 @@ from ..errors import NonFiniteError
 from ..nodes import edge_of, topological
 from ..plan import accumulate
 from . import update
+from .options import check_count, check_group, check_trust_region
 from .packing import Pack, is_packable
 from .update import Batch
 from .watch import Watch, counter
-
-TRUST_REGIONS = ("optimizer", "group")
-OF_THE_WHOLE = (  # no options of single groups
-    *("trust_region", "curvature_every", "curvature_dtype", "on_nonfinite"),
-    *("num_samples", "generator", "per_sample", "spatial_average"),
-)
 
 
 class CurvatureOptimizer(Optimizer):
@@ -81,8 +74,7 @@ class CurvatureOptimizer(Optimizer):
     ) -> None:
         check_count("curvature_every", curvature_every, 1)
         check_choices(curvature_dtype=curvature_dtype)
-        if trust_region not in TRUST_REGIONS:
-            raise ValueError(f"trust_region={trust_region!r} is not one of {', '.join(map(repr, TRUST_REGIONS))}")
+        check_trust_region(trust_region)
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -509,32 +501,3 @@ def entry(state: dict[str, Any], name: str, p: Tensor) -> Tensor:
 
 def is_set(value: float | Tensor) -> bool:
     return isinstance(value, Tensor) or value != 0
-
-
-def check_group(group: dict[str, Any]) -> None:
-    """Refuse options that are out of range or no group's, and parameters that cannot hold curvature."""
-    for name in OF_THE_WHOLE:
-        if name in group:
-            raise ValueError(f"{name} holds for the whole optimizer: pass it to the constructor, not in a group")
-    lr, betas, radius = group["lr"], group["betas"], group["trust_radius"]
-    check_number("lr", lr, 0 <= lr < math.inf and (not isinstance(lr, Tensor) or lr.dim() == 0))
-    check_number("betas", betas, len(betas) == 2 and all(0 <= beta < 1 for beta in betas))
-    check_number("eps", group["eps"], group["eps"] >= 0)
-    check_number("weight_decay", group["weight_decay"], group["weight_decay"] >= 0)
-    check_count("curvature_warmup", group["curvature_warmup"], 0)
-    check_number("trust_radius", radius, radius is None or radius > 0)
-    for p in group["params"]:
-        if p.is_complex():
-            raise ValueError("complex parameters have no Hessian diagonal; hold real and imaginary parts as two parameters")
-        if p.dtype == torch.float16:
-            raise ValueError("float16 parameters have no room for squared curvature; keep them in float32 and use autocast")
-
-
-def check_count(name: str, value: Any, least: int) -> None:
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
-    check_number(name, value, is_number and value % 1 == 0 and value >= least)
-
-
-def check_number(name: str, value: Any, is_valid: Any) -> None:
-    if not is_valid:
-        raise ValueError(f"{name}={value!r} is out of range")
