@@ -11,9 +11,16 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 aten = torch.ops.aten
-EMPTY = {aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default, aten.empty_strided.default}
+NEW = {
+    *(aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default, aten.empty_strided.default),
+    *(aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default, aten.full.default, aten.full_like.default),
+    *(aten.ones.default, aten.ones_like.default, aten.new_ones.default, aten.new_full.default),
+}
 FILLED = {aten.bernoulli_.float, aten.uniform_.default, aten.normal_.default, aten.exponential_.default}
-LIKE = {aten.rand_like.default, aten.randn_like.default, aten.bernoulli.p}  # of their tensor, only shape and dtype matter
+LIKE = {  # of their tensor, only shape and dtype matter
+    *(aten.rand_like.default, aten.randn_like.default, aten.bernoulli.p),
+    *(aten.randint_like.default, aten.randint_like.low_dtype),
+}
 
 
 class Place(NamedTuple):
@@ -36,7 +43,7 @@ class Draw(NamedTuple):
     """Numbers that depend on nothing that is computed.
 
     Attributes:
-        function: draws them, given an empty tensor if there is a ``place`` for one.
+        function: draws them, given an empty tensor if there is a ``place`` to fill.
         result: what it returns, but for the numbers.
     """
 
@@ -75,7 +82,7 @@ def set_apart(graph: GraphModule) -> tuple[GraphModule, list[Draw]]:
             last.meta["val"] = node.meta["val"]
             node.replace_all_uses_with(last)
         found.graph.erase_node(node)
-        for unused in [source for source in node.all_input_nodes if source.target in EMPTY and not source.users]:
+        for unused in [source for source in node.all_input_nodes if source.target in NEW and not source.users]:
             found.graph.erase_node(unused)
     found.recompile()
     return found, known
@@ -95,7 +102,7 @@ def draw_of(node: Node) -> Draw | None:
     if len(sources) > 1 or node.args[0] is not source:
         return None
     place = Place.of(source.meta["val"])
-    if target in LIKE or (target in FILLED and source.target in EMPTY and len(source.users) == 1):
+    if target in LIKE or (target in FILLED and source.target in NEW and len(source.users) == 1):
         return Draw(target, arguments, node.kwargs, place, Place.of(node.meta["val"]))
     if target is aten.native_dropout.default and arguments[1] is not False:
         return Draw(mask, arguments, {}, place, Place.of(node.meta["val"][1]))

@@ -17,6 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from .checking import difference, is_coarse
 from .draws import set_apart
 from .heads import Unsettled
 from .strides import without_strides
@@ -62,16 +63,19 @@ def is_number(constant: Any) -> bool:
 
 @contextlib.contextmanager
 def while_tracing() -> Iterator[None]:
-    """What must hold while a graph is recorded: hooks run in this thread, and nothing looks at values."""
+    """What must hold while a graph is recorded: hooks run in this thread, nothing looks at values, operators are plain ones."""
     validates = Distribution._validate_args
     compiling = torch.compiler._is_compiling_flag
+    fuses = torch._C._get_mkldnn_enabled()
     Distribution.set_default_validate_args(False)
+    torch._C._set_mkldnn_enabled(False)  # recurrent layers in one piece, whose workspace no graph could hold
     torch.compiler._is_compiling_flag = True  # what torch's optimizers and ours ask before they look at a number
     try:
         with torch.autograd.set_multithreading_enabled(False), torch.no_grad():
             yield
     finally:
         Distribution.set_default_validate_args(validates)
+        torch._C._set_mkldnn_enabled(fuses)
         torch.compiler._is_compiling_flag = compiling
 
 
@@ -232,25 +236,20 @@ def lambert(z: Tensor) -> tuple[Tensor, Tensor]:
 
 
 MOST_CHECKED = 2**30  # bytes
-CLOSELY, ROUGHLY = 0.01, 0.05  # shares of both numbers by which they may differ
-FLOAT32_EPS = torch.finfo(torch.float32).eps  # of sums, whatever they are rounded to
 
 
 def checked(compiler: Any, graph: GraphModule, tensors: Sequence[Tensor], options: dict[str, Any]) -> Callable[..., Any]:
-    """Code that has been seen to do what the graph does, but for rounding; compilers err, and would do so silently."""
+    """Code that has been seen to do what the graph does, but for rounding."""
     with torch.no_grad():
         apart, draws = set_apart(graph)
         code: Callable[..., Any] = compiler(for_cpu(apart), [*tensors, *[draw.result.empty() for draw in draws]], options=options)
         compiled = (lambda *given: code(*given, *[draw() for draw in draws])) if draws else code
         if sum([tensor.nbytes for tensor in tensors]) <= MOST_CHECKED:
             with whole_precision():
-                results = [outcome(run, tensors) for run in (graph, compiled)]
-            scale = largest(results[0])
-            is_near, share = (is_roughly_same, ROUGHLY) if is_coarse(graph) else (is_same, CLOSELY)
-            for a, b in zip(*results, strict=True):
-                if not is_near(a, b, scale):
-                    where = f"{odd_entries(a, b, scale, share)} of {a.numel()} in a tensor of shape {tuple(a.shape)}"
-                    raise RuntimeError(f"what it compiles gives other numbers than the graph itself, {where}")
+                expected, found = (outcome(run, tensors) for run in (graph, compiled))
+                where = difference(expected, found, tensors, functools.partial(outcome, graph), is_coarse(graph))
+            if where:
+                raise RuntimeError(f"what it compiles gives other numbers than the graph itself, {where}")
     return compiled
 
 
@@ -270,12 +269,6 @@ def whole_precision() -> Iterator[None]:
             kind.fp32_precision = precision
 
 
-def is_coarse(graph: GraphModule) -> bool:
-    """Whether it computes with 16 bits, between which compiled code rounds less often."""
-    values = [node.meta.get("val") for node in graph.graph.nodes]
-    return any(isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16) for value in values)
-
-
 def outcome(run: Callable[..., Any], tensors: Sequence[Tensor]) -> list[Tensor]:
     """What a graph returns, and what it makes of its arguments, on copies of these."""
     copies = [twin(tensor) for tensor in tensors]
@@ -289,32 +282,3 @@ def twin(tensor: Tensor) -> Tensor:
     if torch._debug_has_internal_overlap(tensor) == 1:
         return tensor
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-
-
-def is_same(a: Tensor, b: Tensor, scale: float, share: float = CLOSELY, odd: float = 0.1) -> bool:
-    """But for rounding; in a tensor, some entries may differ: a step divides by curvature that may be next to nothing."""
-    is_one_of_many = a.is_floating_point() and a.numel() > 1
-    return odd_entries(a, b, scale, share) <= (max(1, int(odd * a.numel())) if is_one_of_many else 0)
-
-
-def odd_entries(a: Tensor, b: Tensor, scale: float, share: float) -> int:
-    """How many differ, by more than this share if they are no integers."""
-    is_near = (a == b) | (a.isnan() & b.isnan())
-    if a.is_floating_point():
-        is_near |= (a - b).abs() <= share * (a.abs() + b.abs()) + 16 * min(torch.finfo(a.dtype).eps, FLOAT32_EPS) * scale
-    return int((~is_near).sum())
-
-
-def is_roughly_same(a: Tensor, b: Tensor, scale: float) -> bool:
-    """In most entries, or as a whole where entries are rounding alone."""
-    if not a.is_floating_point() or not torch.equal(a.isfinite(), b.isfinite()):
-        return torch.equal(a, b)
-    if is_same(a, b, scale, ROUGHLY, odd=0.25):
-        return True
-    a, b = (tensor.double().nan_to_num(0, 0, 0) for tensor in (a, b))
-    return float((a - b).norm()) <= ROUGHLY * float(a.norm() + b.norm()) + 16 * FLOAT32_EPS * scale
-
-
-def largest(tensors: Sequence[Tensor]) -> float:
-    values = [t.detach().abs().nan_to_num(0, 0, 0).amax() for t in tensors if t.is_floating_point() and t.numel()]
-    return max([float(value) for value in values], default=0.0)

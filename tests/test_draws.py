@@ -24,7 +24,9 @@ def of_many_kinds(x: Tensor) -> list[Tensor]:
     signs = torch.rand(3, device=x.device) < 0.5
     kept, mask = torch.native_dropout(x.t(), 0.3, True)
     noise = torch.empty_like(x).normal_(2.0, 3.0) + torch.empty(6, dtype=x.dtype).uniform_(-1, 1)
-    return [signs, kept * 2, mask, noise, torch.randn_like(x), torch.bernoulli(x, 0.7), torch.empty(5).exponential_(2.0)]
+    whole = [torch.randint_like(x, 5), torch.randint_like(x, 2, 5), torch.randint(3, (2,)), torch.randperm(4)]
+    filled = [torch.empty(5).exponential_(2.0), torch.zeros(3).normal_(), torch.full((2, 2), 9.0).bernoulli_(0.5)]
+    return [signs, kept * 2, mask, noise, torch.randn_like(x), torch.bernoulli(x, 0.7), *whole, *filled]
 
 
 def nothing_left(x: Tensor) -> list[Tensor]:

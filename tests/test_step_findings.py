@@ -301,3 +301,30 @@ def test_an_optimizer_pickled_by_a_version_without_warming_up():
     found.step()
     assert found.param_groups[0]["curvature_warmup"] == 0
     assert "curvature_warmup" in found.option_names
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells, self.head = nn.LSTM(4, 8, 2, dropout=0.3, batch_first=True), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.cells(x)[0][:, -1])
+
+
+@pytest.mark.parametrize("make", [torch.optim.Adam, hesscale.AdaHessian])
+def test_recurrent_layers_are_traced_by_their_operators(make):
+    """On a CPU they run in one piece, whose workspace a graph cannot hold: the graph raised when it ran."""
+
+    def losses(backend: str) -> list[float]:
+        torch.manual_seed(0)
+        model = Recurrent()
+        optimizer = make(model.parameters(), lr=1e-2)
+        step = hesscale.compile_step(model, lambda m, x, y: F.cross_entropy(m(x), y), optimizer, backend=backend)
+        x, y = torch.randn(8, 5, 4), torch.randint(0, 3, (8,))
+        found = [step(x, y).item() for _ in range(5)]
+        assert backend == "eager" or step.mode == "traced"
+        return found
+
+    assert losses("traced") == pytest.approx(losses("eager"), rel=1e-4)
+    assert torch.backends.mkldnn.enabled

@@ -566,6 +566,7 @@ def test_an_optimizer_has_the_same_colour_whatever_else_is_shown():
 
     few, many = looks("adam", "adahesscale"), looks(*OPTIMIZERS)
     assert [many[list(OPTIMIZERS).index(name)] for name in ("adam", "adahesscale")] == few
+    assert len(set(many)) == len(many)
     assert {few[0][0]} == {colour for colour, _ in looks("adam", "scaled-adam")}
     assert looks("scaled-adam") == [(few[0][0], True)]
     variants = looks("adahesscale", "adahesscale-warm", "adahesscale-bf16", "scaled-adahesscale")

@@ -20,7 +20,7 @@ from ..vision.problems import PROBLEMS
 OF_METHODS = ("optimizer", "step_size", "seed", "times", "trust_radius")  # what may differ within a section
 IN_TITLE = ("problem", "dataset", "epochs")
 SPLITS = ("test", "validation", "train")
-SPARE = ("#000000", "#57a773", "#d16ba5")  # of a second variant of an optimizer
+SPARE = ("#000000", "#57a773", "#d16ba5", "#a6761d", "#17becf", "#8c564b")  # of further variants of an optimizer
 
 
 class Trained:
@@ -56,7 +56,12 @@ class Trained:
 
 
 def finished(results: list[Result]) -> list[Result]:
-    return [result for result in results if result.values["diverged_at"] is None]
+    return [result for result in results if is_finished(result)]
+
+
+def is_finished(result: Result) -> bool:
+    """Or else it diverged."""
+    return result.values["diverged_at"] is None
 
 
 def comparable(by_size: Mapping[float, list[Result]]) -> dict[float, list[Result]]:
@@ -86,7 +91,7 @@ def section(results: list[Result], own: Sequence[tuple[str, Any]]) -> Section:
     order = list(OPTIMIZERS)
     for result in sorted(results, key=lambda r: (order.index(r.task.optimizer), r.task.trust_radius, r.task.times, r.task.seed)):
         by_label.setdefault(result.task.label, {}).setdefault(result.task.step_size, []).append(result)
-    looks = looks_of({result.task.label: result.task.optimizer for result in results})
+    looks = looks_of({label: next(iter(by_size.values()))[0].task.optimizer for label, by_size in by_label.items()})
     trained = [Trained(label, by_size, looks[label]) for label, by_size in by_label.items()]
     task = results[0].task
     end = "".join(f"-{value}" for _, value in own)
@@ -160,7 +165,7 @@ def sensitivity(trained: list[Trained], value: str, end: str) -> Plot:
     series = []
     for found in trained:
         columns = [finished(results) if is_loss else results for results in found.by_size.values()]
-        done = [[result.values.get(value, 0.0) for result in results] for results in columns]
+        done = [[result.values[value] if is_finished(result) else 0.0 for result in results] for results in columns]
         points = [summary(values) if values else Summary(math.nan, None) for values in done]
         series.append(line(found, list(found.by_size), points))
     over = "the seeds that did not diverge" if is_loss else "seeds, where one that diverged counts as 0"
