@@ -40,7 +40,7 @@ def difference(
         if number >= 0 and can_be_nudged(a):
             was = before[number]
             odd = odd_share(a - was, b - was, was)
-            if not is_alike or odd > MOST_ODD:
+            if (not is_alike or odd > MOST_ODD) and torch.equal(a.isfinite(), b.isfinite()):
                 if not others:
                     nudged = [[nudge(tensor, every, is_coarse) for tensor in before] for every in (2, 3)]
                     others = [(given, rerun(given)[returned:]) for given in nudged]

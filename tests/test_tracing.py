@@ -109,6 +109,12 @@ def test_a_step_that_rounding_decides_is_no_difference():
     torch.manual_seed(0)
     tensors = [torch.randn(40), torch.randn(33, 40)]
     tracing.checked(compiler, trace(by_signs, tensors), tensors, {})
+
+    def lost(graph, tensors, options):
+        return lambda weight, x: [graph(weight, x)[0], weight.fill_(torch.nan)][:1]
+
+    with pytest.raises(RuntimeError, match="40 of 40"):  # which no rounding does
+        tracing.checked(lost, trace(by_signs, tensors), tensors, {})
     with pytest.raises(RuntimeError, match="changes in a tensor"):
         tracing.checked(compiler, trace(small_step, [tensors[0], tensors[0]]), [tensors[0], tensors[0].exp()], {})
 
