@@ -130,12 +130,13 @@ def report(
     out: Annotated[Path, typer.Option("--out", help="folder for the page, its figures and tables")] = Path("out/report"),
     page: Annotated[bool, typer.Option("--page/--no-page", help="the page itself, which holds a library of 4 MB")] = True,
     everything: Annotated[bool, typer.Option("--all", help="every run that is finished, not those of the last command")] = False,
+    beside: Annotated[Path | None, typer.Option(help="an earlier report, or its summary.json, to show along with these")] = None,
 ) -> None:
     """Write one page with the figures, tables, settings and commands of what was run last."""
     from .lab.report import report as write
 
     try:
-        path = write(Store(where), names or [], out, page, everything)
+        path = write(Store(where), names or [], out, page, everything, beside)
     except (ValueError, DamagedRun) as error:
         raise typer.BadParameter(str(error)) from None
     Console().print(f"wrote {path}", highlight=False, soft_wrap=True)

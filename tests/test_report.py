@@ -13,6 +13,7 @@ import pytest
 
 from hesscale.lab import report as reports
 from hesscale.lab.drawing import draw_plot, save_figure
+from hesscale.lab.earlier import add_rows, set_beside
 from hesscale.lab.experiment import Experiment, as_task
 from hesscale.lab.interactive import figures
 from hesscale.lab.marks import COLOURS, marks, palette
@@ -125,6 +126,31 @@ class TestFiles:
         with pytest.raises(ValueError, match="'ρ' cannot name a file"):
             write_report([Account("a", "a", sections=[Section("s", items=[Plot("ρ", "", [])])])], tmp_path)
         assert list(tmp_path.iterdir()) == []
+
+
+class TestEarlier:
+    def test_what_was_shown_is_drawn_as_it_was(self, folder):
+        """Every plot beside its own: the same points again, and bars, dots and colours as before."""
+        summary = json.loads((folder / "summary.json").read_text())
+        for account in accounts()[:2]:
+            before = {item.name: len(item.series) for item in account.plots}
+            set_beside(account, summary[account.name])
+            for plot in account.plots:
+                own, earlier = plot.series[: before[plot.name]], plot.series[before[plot.name] :]
+                for a, b in zip(own, earlier, strict=True):
+                    assert (b.label, b.kind, b.colour, b.dashed) == (f"{a.label}, earlier", a.kind, a.colour, True)
+                    finite = np.isfinite(a.y)
+                    np.testing.assert_allclose(np.array(b.y)[finite], np.array(a.y)[finite], rtol=1e-3)
+                    assert (a.low is None) == (b.low is None)
+                marks(plot)
+
+    def test_rows_with_other_columns(self):
+        table = Table("t", "T", ["method", "ms", "new"], [["a", "1", "x"]])
+        add_rows(table, {"header": ["method", "old", "ms"], "rows": [["a", "o", "2"], ["b", "p", "3"]]})
+        assert table.header == ["method", "ms", "new", "old"]
+        assert table.rows == [["a", "1", "x", "–"], ["a, earlier", "2", "–", "o"], ["b", "3", "–", "p"]]
+        with pytest.raises(ValueError, match="T has other rows in the summary: its first column is 'layer'"):
+            add_rows(table, {"header": ["layer"], "rows": []})
 
 
 class TestPage:
@@ -401,6 +427,54 @@ class TestReport:
         found = self.summary(store, tmp_path)
         assert "other settings than this version" in found["squares"]["problems"][0]
         assert found["gone"]["problems"] == ["This version has no experiment of that name."]
+
+    def test_beside_an_earlier_report(self, store, tmp_path):
+        self.ask(store, 1, 2, done=(1, 2))
+        report(store, [], tmp_path / "first", page=False)
+        self.ask(store, 3, done=(3,))
+        report(store, [], tmp_path / "both", beside=tmp_path / "first")
+        found = json.loads((tmp_path / "both" / "summary.json").read_text())["squares"]
+        now, earlier = found["shown"]["squares"]["series"]
+        assert now == {"label": "square", "x": [3], "y": [9]}
+        assert earlier == {"label": "square, earlier", "dashed": True, "x": [1, 2], "y": [1, 4]}
+        assert found["runs"] == "1 of 1 runs finished."
+        assert found["earlier"][0]["command"] == "hesscale squares --seeds 2"
+        assert found["earlier"][0]["runs"] == "2 of 2 runs finished."
+        text = (tmp_path / "both" / "tables.md").read_text()
+        assert "from an earlier report (2 of 2 runs finished):\n\n    hesscale squares --seeds 2\n" in text
+        assert "<pre>hesscale squares --seeds 2</pre>" in (tmp_path / "both" / "index.html").read_text()
+        report(store, [], tmp_path / "thrice", page=False, beside=tmp_path / "both" / "summary.json")  # how all of it was made
+        thrice = json.loads((tmp_path / "thrice" / "summary.json").read_text())["squares"]
+        assert [each["command"][-1] for each in thrice["earlier"]] == ["1", "2"]
+        labels = [series["label"] for series in thrice["shown"]["squares"]["series"]]
+        assert labels == ["square", "square, earlier", "square, earlier, earlier"]
+
+    @pytest.mark.parametrize(
+        "text", ["", "[1]", '{"squares": 1}', '{"squares": {"shown": {}}}', '{"squares": {"shown": 1, "command": ""}}']
+    )
+    def test_beside_what_is_no_summary(self, text, store, tmp_path):
+        self.ask(store, 1, done=(1,))
+        path = tmp_path / "summary.json"
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"summary.json is no summary that a report wrote"):
+            report(store, [], tmp_path / "out", beside=path)
+        with pytest.raises(ValueError, match=r"nowhere is no summary that a report wrote"):
+            report(store, [], tmp_path / "out", beside=tmp_path / "nowhere")
+
+    @pytest.mark.parametrize(
+        ("found", "message"),
+        [
+            ({"cubes": {"command": "", "shown": {}}}, "is about cubes, not about squares"),
+            ({"squares": {"command": "", "shown": {"more": {}}}}, "shows nothing of squares that these runs show: more"),
+            ({"squares": {"command": "", "shown": {"squares": {"x": "t", "y": ""}}}}, "Squares has other axes in the summary"),
+            ({"squares": {"command": "", "shown": {"squares": {"x": "", "y": ""}}}}, "is no summary that a report wrote"),
+        ],
+    )
+    def test_beside_a_summary_of_something_else(self, found, message, store, tmp_path):
+        self.ask(store, 1, done=(1,))
+        (tmp_path / "summary.json").write_text(json.dumps(found))
+        with pytest.raises(ValueError, match=message):
+            report(store, [], tmp_path / "out", beside=tmp_path)
 
     def test_unknown_names(self, store, tmp_path):
         with pytest.raises(ValueError, match="no experiment is named circles; there are cubes, squares"):

@@ -118,9 +118,15 @@ def experiment(account: Account) -> str:
         parts.append(f'<div class="problem"><p>{escape(account.progress)}</p>{f"<ul>{lines}</ul>" if lines else ""}</div>\n')
     for number, section in enumerate(account.sections, 1):
         parts.append(f'<div id="{slug(account.name)}-{number}">\n{section_of(account, section)}</div>\n')
-    made = facts(account.settings) + facts(account.made)
-    parts.append(f"<h4>How this was made</h4>\n<pre>{html.escape(account.command)}</pre>\n{made}</section>\n")
-    return "".join(parts)
+    parts.append(how_made("How this was made", account.command, account.settings, account.made))
+    for found in account.earlier:
+        others = {name: value for name, value in found.items() if name not in ("command", "settings")}
+        parts.append(how_made("Beside it, from an earlier report", found["command"], found.get("settings", {}), others))
+    return "".join([*parts, "</section>\n"])
+
+
+def how_made(title: str, command: str, settings: Mapping[str, str], made: Mapping[str, str]) -> str:
+    return f"<h4>{title}</h4>\n<pre>{html.escape(command)}</pre>\n{facts(settings)}{facts(made)}"
 
 
 def section_of(account: Account, section: Section) -> str:

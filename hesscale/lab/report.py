@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from .drawing import save_figure
+from .earlier import read_summary, set_beside
 from .experiment import Experiment, experiments
 from .files import write_whole
 from .interactive import number, numbers
 from .marks import COLOURS, as_array, check, palette
 from .page import is_numeric, page_of, slug
-from .plots import Heat, Plot, Section, Table
+from .plots import Heat, Plot, Section, Series, Table
 from .store import FAILED, FINISHED, DamagedRun, Result, Store, Task
 
 FEW = 8  # values of a setting, up to which each is named
@@ -38,6 +39,7 @@ class Account:
     machines: list[str] = field(default_factory=list)
     started: str = ""
     finished: str = ""
+    earlier: list[dict[str, Any]] = field(default_factory=list)  # how what is shown beside it was made
 
     @property
     def items(self) -> list[Plot | Heat | Table]:
@@ -78,12 +80,16 @@ class Account:
         return f"{slug(self.name)}-{slug(item.name)}"
 
 
-def report(store: Store, names: list[str], folder: Path, page: bool = True, everything: bool = False) -> Path:
+def report(
+    store: Store, names: list[str], folder: Path, page: bool = True, everything: bool = False, beside: Path | None = None
+) -> Path:
     """Write what runs of these experiments show, or of all that were asked for; the path to open.
 
-    Shown are the runs of the last command, or with ``everything`` all that are finished.
+    Shown are the runs of the last command, or with ``everything`` all that are finished; ``beside`` them, what an earlier report
+    showed.
     """
     known = experiments()
+    before = {} if beside is None else read_summary(beside)
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"no experiment is named {', '.join(unknown)}; there are {', '.join(sorted(known))}")
     requests = {} if everything else store.requests()
@@ -102,6 +108,14 @@ def report(store: Store, names: list[str], folder: Path, page: bool = True, ever
         else:
             problem = "This version has no experiment of that name."
             accounts.append(Account(name, name, command, asked=len(tasks), problems=[problem]))
+    shared = [account for account in accounts if account.name in before]
+    if before and not shared:
+        raise ValueError(f"{beside} is about {', '.join(before)}, not about {', '.join(account.name for account in accounts)}")
+    for account in shared:
+        try:
+            set_beside(account, before[account.name])
+        except (AttributeError, IndexError, KeyError, TypeError) as error:
+            raise ValueError(f"{beside} is no summary that a report wrote ({error!r})") from None
     return write_report(accounts, folder, page=page)
 
 
@@ -157,8 +171,10 @@ def write_report(accounts: Sequence[Account], folder: Path, *, page: bool = True
 
 def markdown(account: Account) -> str:
     """All tables of an experiment."""
-    commands = [f"    {command}" for command in account.command.splitlines()]
-    lines = [f"# {account.title}", "", *commands, "", f"{account.progress}", ""]
+    lines = [f"# {account.title}", "", *indented(account.command), "", f"{account.progress}", ""]
+    for found in account.earlier:
+        runs = found.get("runs", "").rstrip(".")
+        lines += [f"Beside them, from an earlier report ({runs}):", "", *indented(found["command"]), ""]
     lines += [f"- {problem}" for problem in account.problems] + [""] * bool(account.problems)
     for section in account.sections:
         if tables := [item for item in section.items if isinstance(item, Table)]:
@@ -168,6 +184,10 @@ def markdown(account: Account) -> str:
             rows = [row_of(item.header), row_of(rule), *map(row_of, item.rows)]
             lines += [f"### {item.title}", "", *rows, "", *([item.caption, ""] if item.caption else [])]
     return "\n".join(lines)
+
+
+def indented(command: str) -> list[str]:
+    return [f"    {line}" for line in command.splitlines()]
 
 
 def row_of(cells: Sequence[str]) -> str:
@@ -187,6 +207,7 @@ def numbers_of(account: Account) -> dict[str, Any]:
         "command": account.command,
         "settings": account.settings,
         **account.made,
+        **({"earlier": account.earlier} if account.earlier else {}),
         "problems": account.problems,
         "shown": shown,
     }
@@ -199,20 +220,20 @@ def describe(item: Plot | Heat | Table) -> dict[str, Any]:
         matrices = {title: as_array(values) for title, values in item.panels}
         ends = {title: {"shape": m.shape, "min": number(m.min()), "max": number(m.max())} for title, m in matrices.items()}
         return {"title": item.title, "panels": ends}
-    return {
-        "title": item.title,
-        "x": list(item.categories) or item.x_label,
-        "y": item.y_label,
-        "series": [
-            {"label": series.label}
-            | {
-                name: numbers(as_array(values))
-                for name in ("x", "y", "low", "high")
-                if (values := getattr(series, name)) is not None
-            }
-            for series in item.series
-        ],
-    }
+    series = [describe_series(series) for series in item.series]
+    return {"title": item.title, "x": list(item.categories) or item.x_label, "y": item.y_label, "series": series}
+
+
+def describe_series(series: Series) -> dict[str, Any]:
+    """Its numbers, and how it is drawn where that is not as usual."""
+    look = {"kind": series.kind, "colour": series.colour, "dashed": series.dashed}
+    usual = {"kind": "line", "colour": None, "dashed": False}
+    values = {name: found for name in ("x", "y", "low", "high") if (found := getattr(series, name)) is not None}
+    return (
+        {"label": series.label}
+        | {name: value for name, value in look.items() if value != usual[name]}
+        | {name: numbers(as_array(found)) for name, found in values.items()}
+    )
 
 
 def settings_of(tasks: Sequence[Task]) -> dict[str, str]:
