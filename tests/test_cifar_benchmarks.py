@@ -1,4 +1,4 @@
-"""The benchmark of first steps measures those that the optimizers take."""
+"""Benchmarks on CIFAR-100: first steps are those that the optimizers take, and what pixels share is left out as it should be."""
 
 from __future__ import annotations
 
@@ -9,18 +9,31 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import hesscale
+from hesscale.vision import problems
 from hesscale.vision.images import Images, Split
 from hesscale.vision.problems import PROBLEMS
 
 
 @pytest.fixture
-def benchmark(monkeypatch):
+def benchmark_named(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
-    yield importlib.import_module("first_steps")
-    for name in ("first_steps", "records"):
+    before = set(sys.modules)
+    yield importlib.import_module
+    for name in {"first_steps", "shared_weights", "records"} & (set(sys.modules) - before):
         sys.modules.pop(name)
+
+
+@pytest.fixture
+def benchmark(benchmark_named):
+    return benchmark_named("first_steps")
+
+
+@pytest.fixture
+def shared_weights(benchmark_named):
+    return benchmark_named("shared_weights")
 
 
 def made_up() -> Images:
@@ -59,3 +72,35 @@ def test_the_page_and_missing_data(benchmark, tmp_path, monkeypatch, capsys):
     monkeypatch.undo()
     assert benchmark.main(["--data", str(tmp_path)]) == 2
     assert "cifar" in capsys.readouterr().err.lower()
+
+
+class TestSharedWeights:
+    def test_a_layer_that_nothing_shares(self, shared_weights):
+        model = nn.Sequential(nn.Flatten(), nn.Linear(3072, 5), nn.Tanh(), nn.Linear(5, 100)).double()
+        _, last = shared_weights.multiples(model, in_double(made_up()), 2)
+        for name in ("all", "quantile_0.05", "quantile_0.95"):
+            assert last[name] == pytest.approx(1)
+
+    def test_pixels_that_are_alike_count_as_often_as_there_are(self, shared_weights):
+        """In a mean over sixteen, each by itself has a 256th of the curvature, and there are 256 pairs."""
+        model = nn.Sequential(nn.Conv2d(3, 100, 8, stride=8), problems.Mean(100, 16)).double()
+        images = in_double(made_up())
+        images.train.images[:] = images.train.images[:, :, :1, :1]
+        (row,) = shared_weights.multiples(model, images, 2)
+        assert row["all"] == pytest.approx(16)
+        assert row["quantile_0.05"] == pytest.approx(16)
+
+    def test_the_page_and_missing_data(self, shared_weights, tmp_path, monkeypatch, capsys):
+        monkeypatch.setattr(shared_weights, "CASES", (("cifar100-3c3d", "none"),))
+        monkeypatch.setattr(shared_weights, "load_images", lambda *_: made_up())
+        assert shared_weights.main(["--data", "DATA", "--batch", "1", "--steps", "1", "--out", str(tmp_path / "out")]) == 0
+        text = (tmp_path / "out" / "shared_weights.md").read_text(encoding="utf-8")
+        assert "| 3C3D | none | 0 | 1 |" in text
+        assert "| 3C3D | none | 1 | 6 | 1 | 1 | 1 | 1 |" in text
+        monkeypatch.undo()
+        assert shared_weights.main(["--data", str(tmp_path)]) == 2
+        assert "cifar" in capsys.readouterr().err.lower()
+
+
+def in_double(images: Images) -> Images:
+    return images._replace(mean=images.mean.double(), std=images.std.double())
