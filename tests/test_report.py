@@ -442,7 +442,10 @@ class TestReport:
         assert found["earlier"][0]["runs"] == "2 of 2 runs finished."
         text = (tmp_path / "both" / "tables.md").read_text()
         assert "from an earlier report (2 of 2 runs finished):\n\n    hesscale squares --seeds 2\n" in text
-        assert "<pre>hesscale squares --seeds 2</pre>" in (tmp_path / "both" / "index.html").read_text()
+        assert "Other settings than here: seed: 1, 2.\n" in text
+        page = (tmp_path / "both" / "index.html").read_text()
+        assert "<pre>hesscale squares --seeds 2</pre>" in page
+        assert '<p class="problem">Other settings than here: seed: 1, 2.</p>' in page
         report(store, [], tmp_path / "thrice", page=False, beside=tmp_path / "both" / "summary.json")  # how all of it was made
         thrice = json.loads((tmp_path / "thrice" / "summary.json").read_text())["squares"]
         assert [each["command"][-1] for each in thrice["earlier"]] == ["1", "2"]

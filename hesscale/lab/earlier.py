@@ -44,6 +44,13 @@ def set_beside(account: Account, summary: Mapping[str, Any]) -> None:
     account.earlier += [{name: summary[name] for name in FACTS if name in summary}, *summary.get("earlier", [])]
 
 
+def differences(account: Account, earlier: Mapping[str, Any]) -> str:
+    """Settings of what is shown beside it that are not those of the account, in words."""
+    settings = earlier.get("settings", {})
+    found = [f"{name}: {value}" for name, value in settings.items() if account.settings.get(name, value) != value]
+    return f"Other settings than here: {'; '.join(found)}." if found else ""
+
+
 def add_series(plot: Plot, shown: Mapping[str, Any]) -> None:
     if shown["x"] != (list(plot.categories) or plot.x_label) or shown["y"] != plot.y_label:
         raise ValueError(f"{plot.title} has other axes in the summary: {shown['x']} and {shown['y']}")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .drawing import save_figure
-from .earlier import read_summary, set_beside
+from .earlier import differences, read_summary, set_beside
 from .experiment import Experiment, experiments
 from .files import write_whole
 from .interactive import number, numbers
@@ -175,6 +175,7 @@ def markdown(account: Account) -> str:
     for found in account.earlier:
         runs = found.get("runs", "").rstrip(".")
         lines += [f"Beside them, from an earlier report ({runs}):", "", *indented(found["command"]), ""]
+        lines += [other, ""] if (other := differences(account, found)) else []
     lines += [f"- {problem}" for problem in account.problems] + [""] * bool(account.problems)
     for section in account.sections:
         if tables := [item for item in section.items if isinstance(item, Table)]:
