@@ -1,4 +1,4 @@
-"""Benchmarks on CIFAR-100: first steps are those that the optimizers take, and what pixels share is left out as it should be."""
+"""Benchmarks on CIFAR-100: first steps are those that the optimizers take, and what is left out is what is known to be."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def benchmark_named(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
     before = set(sys.modules)
     yield importlib.import_module
-    for name in {"first_steps", "shared_weights", "records"} & (set(sys.modules) - before):
+    for name in {"first_steps", "left_out", "records"} & (set(sys.modules) - before):
         sys.modules.pop(name)
 
 
@@ -32,8 +32,8 @@ def benchmark(benchmark_named):
 
 
 @pytest.fixture
-def shared_weights(benchmark_named):
-    return benchmark_named("shared_weights")
+def left_out(benchmark_named):
+    return benchmark_named("left_out")
 
 
 def made_up() -> Images:
@@ -74,32 +74,32 @@ def test_the_page_and_missing_data(benchmark, tmp_path, monkeypatch, capsys):
     assert "cifar" in capsys.readouterr().err.lower()
 
 
-class TestSharedWeights:
-    def test_a_layer_that_nothing_shares(self, shared_weights):
+class TestLeftOut:
+    def test_a_layer_that_nothing_shares(self, left_out):
         model = nn.Sequential(nn.Flatten(), nn.Linear(3072, 5), nn.Tanh(), nn.Linear(5, 100)).double()
-        _, last = shared_weights.multiples(model, in_double(made_up()), 2)
+        _, last = left_out.multiples(model, in_double(made_up()), 2)
         for name in ("all", "quantile_0.05", "quantile_0.95"):
             assert last[name] == pytest.approx(1)
 
-    def test_pixels_that_are_alike_count_as_often_as_there_are(self, shared_weights):
+    def test_pixels_that_are_alike_count_as_often_as_there_are(self, left_out):
         """In a mean over sixteen, each by itself has a 256th of the curvature, and there are 256 pairs."""
         model = nn.Sequential(nn.Conv2d(3, 100, 8, stride=8), problems.Mean(100, 16)).double()
         images = in_double(made_up())
         images.train.images[:] = images.train.images[:, :, :1, :1]
-        (row,) = shared_weights.multiples(model, images, 2)
+        (row,) = left_out.multiples(model, images, 2)
         assert row["all"] == pytest.approx(16)
         assert row["quantile_0.05"] == pytest.approx(16)
 
-    def test_the_page_and_missing_data(self, shared_weights, tmp_path, monkeypatch, capsys):
-        monkeypatch.setattr(shared_weights, "CASES", (("cifar100-3c3d", "none"),))
-        monkeypatch.setattr(shared_weights, "load_images", lambda *_: made_up())
-        assert shared_weights.main(["--data", "DATA", "--batch", "1", "--steps", "1", "--out", str(tmp_path / "out")]) == 0
-        text = (tmp_path / "out" / "shared_weights.md").read_text(encoding="utf-8")
+    def test_the_page_and_missing_data(self, left_out, tmp_path, monkeypatch, capsys):
+        monkeypatch.setattr(left_out, "CASES", (("cifar100-3c3d", "none"),))
+        monkeypatch.setattr(left_out, "load_images", lambda *_: made_up())
+        assert left_out.main(["--data", "DATA", "--batch", "1", "--steps", "1", "--out", str(tmp_path / "out")]) == 0
+        text = (tmp_path / "out" / "left_out.md").read_text(encoding="utf-8")
         assert "| 3C3D | none | 0 | 1 |" in text
         assert "| 3C3D | none | 1 | 6 | 1 | 1 | 1 | 1 |" in text
         monkeypatch.undo()
-        assert shared_weights.main(["--data", str(tmp_path)]) == 2
-        assert "cifar" in capsys.readouterr().err.lower()
+        assert left_out.main(["--data", str(tmp_path)]) == 2
+        assert "mnist" in capsys.readouterr().err.lower()
 
 
 def in_double(images: Images) -> Images:

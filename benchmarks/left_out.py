@@ -1,9 +1,10 @@
-"""What HesScaleGN leaves out where pixels share weights: the exact Gauss-Newton diagonal as a multiple of it, layer by layer.
+"""What HesScaleGN leaves out: the exact Gauss-Newton diagonal as a multiple of it, layer by layer.
 
-HesScaleGN sees how each pixel's own change bends the loss, and nothing of two pixels together. A convolution's weight changes all
-of them at once. Measured on a batch of CIFAR-100 without dropout, as networks are initialized and after some steps of Adam.
+HesScaleGN sees how the change of each single number bends the loss, and nothing of two together. A convolution's weight changes
+all pixels at once, and the deeper what follows, the more numbers change with each of them. Measured on a batch without dropout,
+as networks are initialized and after some steps of Adam.
 
-    python benchmarks/shared_weights.py --data DATA --out results/shared_weights
+    python benchmarks/left_out.py --data DATA --out results/left_out
 """
 
 from __future__ import annotations
@@ -30,7 +31,12 @@ from hesscale.lab.download import DataError
 from hesscale.vision.images import Images, load_images
 from hesscale.vision.problems import PROBLEMS
 
-CASES = (("cifar100-3c3d", "deepobs"), ("cifar100-allcnnc", "deepobs"), ("cifar100-allcnnc", "none"))  # network, padding
+CASES = (  # network, padding
+    ("mnist-mlp", "deepobs"),
+    ("cifar100-3c3d", "deepobs"),
+    ("cifar100-allcnnc", "deepobs"),
+    ("cifar100-allcnnc", "none"),
+)
 QUANTILES = (0.05, 0.5, 0.95)
 TRAINED_WITH = 64  # images in a step of Adam
 STEP_SIZE = 1e-3
@@ -52,7 +58,7 @@ def train(model: nn.Module, images: Images, steps: int) -> None:
 
 
 def multiples(model: nn.Module, images: Images, batch: int) -> Iterator[dict[str, Any]]:
-    """Of every layer's weight: what is to be multiplied by what, entry by entry and in all."""
+    """Of every layer's weight: the exact diagonal as a multiple, in all and entry by entry."""
     model.eval()
     names, weights = zip(*[(name, p) for name, p in model.named_parameters() if p.dim() > 1], strict=True)
     _, approximate = hesscale.grad(loss_of(model, images, torch.arange(batch)), weights, method="hesscale_gn")
@@ -75,7 +81,7 @@ def page(found: dict[str, Any]) -> str:
         for row in found["rows"]
     ]
     columns = ["network", "padding", "after steps", "layer", "all", *[f"{100 * q:g} %" for q in QUANTILES]]
-    return f"""# Curvature between pixels that share weights
+    return f"""# What HesScaleGN leaves out
 
 {made_by(found)} A batch of {found["batch"]}, no dropout;
 steps are Adam's, with {TRAINED_WITH} images and step size {STEP_SIZE:g}. The exact Gauss-Newton diagonal of every layer's weight
@@ -87,28 +93,28 @@ as a multiple of HesScaleGN's: by the sums of both, and quantiles of its entries
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="where CIFAR-100 is, as for `hesscale supervised`")
+    parser.add_argument("--data", type=Path, required=True, help="where MNIST and CIFAR-100 are, as for `hesscale supervised`")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--steps", type=int, default=200, help="of Adam, after which to measure again")
-    parser.add_argument("--out", type=Path, default=Path("results/shared_weights"))
+    parser.add_argument("--out", type=Path, default=Path("results/left_out"))
     options = parser.parse_args(arguments)
-    try:
-        images = load_images(PROBLEMS["cifar100-3c3d"], options.data, torch.device("cpu"))
-    except DataError as error:
-        print(message(error), file=sys.stderr)
-        return 2
-    rows = []
+    rows: list[dict[str, Any]] = []
     for problem, padding in CASES:
+        try:
+            images = load_images(PROBLEMS[problem], options.data, torch.device("cpu"))
+        except DataError as error:
+            print(message(error), file=sys.stderr)
+            return 2
         for steps in (0, options.steps):
             model = PROBLEMS[problem].network(images.classes, 0, padding=padding)
             train(model, images, steps)
             print(f"{problem}, padding {padding}, after {steps} steps", flush=True)
+            what = {"network": PROBLEMS[problem].title, "padding": padding, "steps": steps}
             for found in multiples(model, images, options.batch):
-                what = {"network": PROBLEMS[problem].title, "padding": padding, "steps": steps}
                 rows.append(what | {key: digits(value) if isinstance(value, float) else value for key, value in found.items()})
-    record = {**header("shared_weights.py", arguments), "batch": options.batch, "rows": rows}
+    record = {**header("left_out.py", arguments), "batch": options.batch, "rows": rows}
     options.out.mkdir(parents=True, exist_ok=True)
-    save(options.out / "shared_weights", record, page(record))
+    save(options.out / "left_out", record, page(record))
     return 0
 
 
