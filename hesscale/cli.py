@@ -136,7 +136,8 @@ def report(
     from .lab.report import report as write
 
     try:
-        path = write(Store(where), names or [], out, page, everything, beside)
+        earlier = beside and beside.expanduser()
+        path = write(Store(where.expanduser()), names or [], out.expanduser(), page, everything, earlier)
     except (ValueError, DamagedRun) as error:
         raise typer.BadParameter(str(error)) from None
     Console().print(f"wrote {path}", highlight=False, soft_wrap=True)

@@ -13,7 +13,7 @@ import pytest
 
 from hesscale.lab import report as reports
 from hesscale.lab.drawing import draw_plot, save_figure
-from hesscale.lab.earlier import add_rows, set_beside
+from hesscale.lab.earlier import add_rows, read_summary, set_beside
 from hesscale.lab.experiment import Experiment, as_task
 from hesscale.lab.interactive import figures
 from hesscale.lab.marks import COLOURS, marks, palette
@@ -129,28 +129,97 @@ class TestFiles:
 
 
 class TestEarlier:
+    @staticmethod
+    def beside(account, summary):
+        before = {item.name: len(item.series) for item in account.plots}
+        set_beside(account, summary)
+        return [(plot, plot.series[: before[plot.name]], plot.series[before[plot.name] :]) for plot in account.plots]
+
     def test_what_was_shown_is_drawn_as_it_was(self, folder):
-        """Every plot beside its own: the same points again, and bars, dots and colours as before."""
+        """Beside the same with other numbers: the same points, and bars, dots and colours as before."""
         summary = json.loads((folder / "summary.json").read_text())
         for account in accounts()[:2]:
-            before = {item.name: len(item.series) for item in account.plots}
-            set_beside(account, summary[account.name])
             for plot in account.plots:
-                own, earlier = plot.series[: before[plot.name]], plot.series[before[plot.name] :]
+                for series in plot.series:
+                    series.y = 2 * np.array(series.y, dtype=float)
+                    if series.low is not None:
+                        series.low, series.high = 2 * np.array(series.low), 2 * np.array(series.high)
+            for plot, own, earlier in self.beside(account, summary[account.name]):
                 for a, b in zip(own, earlier, strict=True):
                     assert (b.label, b.kind, b.colour, b.dashed) == (f"{a.label}, earlier", a.kind, a.colour, True)
                     finite = np.isfinite(a.y)
-                    np.testing.assert_allclose(np.array(b.y)[finite], np.array(a.y)[finite], rtol=1e-3)
+                    np.testing.assert_allclose(2 * np.array(b.y)[finite], np.array(a.y)[finite], rtol=1e-3)
                     assert (a.low is None) == (b.low is None)
                 marks(plot)
 
+    def test_the_same_again_is_not_shown_twice(self, folder):
+        account = accounts()[1]
+        summary = json.loads((folder / "summary.json").read_text())["cost"]
+        assert all(not earlier for _, _, earlier in self.beside(account, summary))
+        (table,) = [item for item in account.items if isinstance(item, Table)]
+        assert len(table.rows) == 2
+        assert account.earlier == []
+        assert account.sections[0].text == ""
+
+    def test_a_label_has_one_name_in_all_items(self):
+        """A curve of before is not taken for that of a run which has none, for it diverged."""
+
+        def account(rows, series):
+            items = [Table("t", "T", ["method", "ms"], rows), Plot("p", "P", series)]
+            return Account("a", "A", "now", sections=[Section("S", "Text.", items)])
+
+        before = {"t": {"header": ["method", "ms"], "rows": [["Adam", "1"], ["SGD", "2"]]}}
+        before["p"] = {"x": "", "y": "", "series": [{"label": label, "x": [1], "y": [1]} for label in ("Adam", "SGD")]}
+        found = account([["Adam", "diverged"]], [])
+        set_beside(found, {"command": "before", "settings": {"epochs": "2, 1", "task": "x"}, "shown": before})
+        table, plot = found.items
+        assert [row[0] for row in table.rows] == ["Adam", "Adam, earlier", "SGD"]
+        assert [series.label for series in plot.series] == ["Adam, earlier", "SGD"]
+        expected = (
+            "Beside these runs, an earlier report's. Its settings: epochs 2, 1 (here not known); task x (here not known). Text."
+        )
+        assert found.sections[0].text == expected
+
     def test_rows_with_other_columns(self):
-        table = Table("t", "T", ["method", "ms", "new"], [["a", "1", "x"]])
-        add_rows(table, {"header": ["method", "old", "ms"], "rows": [["a", "o", "2"], ["b", "p", "3"]]})
-        assert table.header == ["method", "ms", "new", "old"]
-        assert table.rows == [["a", "1", "x", "–"], ["a, earlier", "2", "–", "o"], ["b", "3", "–", "p"]]
+        """Of which some have the same name."""
+        table = Table("t", "T", ["method", "ms", "paper", "new", "paper"], [["a", "1", "p", "x", "q"]])
+        shown = {"header": ["method", "old", "paper", "ms"], "rows": [["a", "o", "r", "2"], ["b", "p", "s", "3"]]}
+        add_rows(table, shown, {"a": "a, earlier", "b": "b"})
+        assert table.header == ["method", "ms", "paper", "new", "paper", "old"]
+        assert table.rows == [
+            ["a", "1", "p", "x", "q", "–"],
+            ["a, earlier", "2", "r", "–", "–", "o"],
+            ["b", "3", "s", "–", "–", "p"],
+        ]
         with pytest.raises(ValueError, match="T has other rows in the summary: its first column is 'layer'"):
-            add_rows(table, {"header": ["layer"], "rows": []})
+            add_rows(table, {"header": ["layer"], "rows": []}, {})
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"command": 1},
+            {"settings": None},
+            {"settings": {"seed": 1}},
+            {"runs": 3},
+            {"machine": {}},
+            {"earlier": [1]},
+            {"earlier": [{"runs": "x"}]},
+            {"shown": {"p": {"x": "", "y": "", "series": [{"label": 1, "x": [1], "y": [1]}]}}},
+            {"shown": {"p": {"x": "", "y": "", "series": [{"label": "a", "x": [1], "y": [[1]]}]}}},
+            {"shown": {"p": {"x": "", "y": "", "series": [{"label": "a", "x": [1], "y": [1], "colour": "nocolour"}]}}},
+            {"shown": {"p": {"x": "", "y": "", "series": [{"label": "a", "x": [1], "y": [1], "kind": "pie"}]}}},
+            {"shown": {"p": {"x": "", "y": ""}}},
+            {"shown": {"t": {"header": ["a", "b"], "rows": [["1"]]}}},
+            {"shown": {"t": {"header": ["a", 1], "rows": []}}},
+        ],
+    )
+    def test_what_is_no_summary_is_refused(self, change, tmp_path):
+        path = tmp_path / "summary.json"
+        path.write_text(json.dumps({"a": {"command": "c", "shown": {}}}))
+        read_summary(tmp_path)
+        path.write_text(json.dumps({"a": {"command": "c", "shown": {}} | change}))
+        with pytest.raises(ValueError, match=r"summary.json is no summary that a report wrote"):
+            read_summary(path)
 
 
 class TestPage:
@@ -442,15 +511,30 @@ class TestReport:
         assert found["earlier"][0]["runs"] == "2 of 2 runs finished."
         text = (tmp_path / "both" / "tables.md").read_text()
         assert "from an earlier report (2 of 2 runs finished):\n\n    hesscale squares --seeds 2\n" in text
-        assert "Other settings than here: seed: 1, 2.\n" in text
         page = (tmp_path / "both" / "index.html").read_text()
         assert "<pre>hesscale squares --seeds 2</pre>" in page
-        assert '<p class="problem">Other settings than here: seed: 1, 2.</p>' in page
-        report(store, [], tmp_path / "thrice", page=False, beside=tmp_path / "both" / "summary.json")  # how all of it was made
+        assert "<p>Beside these runs, an earlier report&#x27;s. Its settings: seed 1, 2 (here 3).</p>" in page
+        self.ask(store, 4, done=(4,))
+        report(store, [], tmp_path / "thrice", page=False, beside=tmp_path / "both" / "summary.json")
         thrice = json.loads((tmp_path / "thrice" / "summary.json").read_text())["squares"]
-        assert [each["command"][-1] for each in thrice["earlier"]] == ["1", "2"]
         labels = [series["label"] for series in thrice["shown"]["squares"]["series"]]
         assert labels == ["square", "square, earlier", "square, earlier, earlier"]
+
+    def test_nothing_of_an_earlier_report_is_lost(self, store, tmp_path):
+        self.ask(store, 1, 2, done=(1, 2))
+        report(store, [], tmp_path / "out", page=False)
+        self.ask(store, 1, done=())
+        first = json.loads((tmp_path / "out" / "summary.json").read_text())
+        for _ in range(2):
+            report(store, [], tmp_path / "out", page=False, beside=tmp_path / "out")  # in place, again and again
+            found = json.loads((tmp_path / "out" / "summary.json").read_text())["squares"]
+            assert len(found["shown"]["squares"]["series"]) == 2
+        first["squares"]["shown"]["more"] = {"header": ["a"], "rows": []}
+        (tmp_path / "out" / "summary.json").write_text(json.dumps(first))
+        with pytest.raises(ValueError, match="out would lose what only its summary has: squares: more; use another --out"):
+            report(store, [], tmp_path / "out", page=False, beside=tmp_path / "out")
+        self.ask(store, 13, done=(13,))
+        report(store, [], tmp_path / "other", page=False, beside=tmp_path / "out")  # of runs that have nothing to show
 
     @pytest.mark.parametrize(
         "text", ["", "[1]", '{"squares": 1}', '{"squares": {"shown": {}}}', '{"squares": {"shown": 1, "command": ""}}']
@@ -468,8 +552,14 @@ class TestReport:
         ("found", "message"),
         [
             ({"cubes": {"command": "", "shown": {}}}, "is about cubes, not about squares"),
-            ({"squares": {"command": "", "shown": {"more": {}}}}, "shows nothing of squares that these runs show: more"),
-            ({"squares": {"command": "", "shown": {"squares": {"x": "t", "y": ""}}}}, "Squares has other axes in the summary"),
+            (
+                {"squares": {"command": "", "shown": {"more": {"panels": {}}}}},
+                "shows nothing of squares that these runs show: more",
+            ),
+            (
+                {"squares": {"command": "", "shown": {"squares": {"x": "t", "y": "", "series": []}}}},
+                "Squares has other axes in the summary",
+            ),
             ({"squares": {"command": "", "shown": {"squares": {"x": "", "y": ""}}}}, "is no summary that a report wrote"),
         ],
     )

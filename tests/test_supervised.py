@@ -393,7 +393,7 @@ def test_on_a_gpu_one_group_at_a_time():
 
 
 def test_the_pace_is_that_of_the_median_epoch():
-    progress = trainer.Progress(epoch_seconds=[1.0, 1.0, 7.0], step_seconds=8.0)
+    progress = trainer.Progress(epoch_seconds=[1.0, 1.0, 7.0], at_once=[2, 2, 2], step_seconds=8.0)
     assert progress.values(40, 2) == {
         "diverged_at": None,
         "together": 2,
@@ -401,6 +401,18 @@ def test_the_pace_is_that_of_the_median_epoch():
         "images_per_second": 40.0,
         "outside_steps": pytest.approx(1 / 9),
     }
+
+
+def test_the_pace_after_an_interruption_is_that_of_as_many_networks():
+    """Four shared the machine until some were done."""
+    epoch = trainer.Epoch([0.0], 4.0, 4.0)
+    progress = trainer.Progress(epoch_seconds=[5.0])  # of a version that did not note how many
+    for number, together in enumerate([4, 4, 1], 2):
+        progress.add(number, epoch, 0, together, {}, 1)
+    assert progress.seconds == 5 + 1 + 1 + 4
+    assert progress.values(40, 1)["images_per_second"] == 10
+    assert progress.values(40, 4)["images_per_second"] == 40
+    assert math.isnan(progress.values(40, 3)["images_per_second"])
 
 
 def test_divergence_is_seen_between_evaluations(tmp_path):
@@ -596,6 +608,16 @@ def test_step_sizes_are_compared_by_seeds_that_all_have_and_the_best_shown_by_it
     assert (row["step size"], row["seeds"]) == ("0.01 (edge of the grid)", "1")
 
 
+def test_speeds_of_different_machines_are_not_compared():
+    results = [trained(name, 0.1, 0) for name in ("sgd", "adam", "adahesscale")]
+    for result, gpu in zip(results, ("A", "A", "B"), strict=True):
+        result.facts["machine"] = {"gpu": gpu}
+    assert [row["relative to Adam"] for row in row_of(results)[0]] == ["1.00", "1.00", "–"]
+    results[2].facts["machine"] = {"gpu": "A"}
+    results[0].facts["earlier_machines"] = [{"gpu": "B"}]
+    assert [row["relative to Adam"] for row in row_of(results)[0]] == ["–", "1.00", "1.00"]
+
+
 def test_speeds_of_different_commits_are_not_compared():
     results = [trained("sgd", 0.1, 0), trained("adam", 0.1, 0), trained("adahesscale", 0.1, 0)]
     for result, commit in zip(results, ("a", "a", "b"), strict=True):
@@ -635,7 +657,7 @@ def test_sgd_that_trains_longer_is_another():
 def test_settings_are_kept_apart():
     first, second = EXPERIMENT.sections([trained("adam", 0.1, 0, epochs=epochs) for epochs in (3, 5)])
     assert "5 epochs" in second.title
-    assert {item.name for item in second.items} >= {"optimizers-5", "test-accuracy-seconds-5"}
+    assert {item.name for item in second.items} >= {"optimizers-epochs-5", "test-accuracy-seconds-epochs-5"}
     assert not {item.name for item in first.items} & {item.name for item in second.items}
     first, second = EXPERIMENT.sections([trained("adam", 0.1, 0, eps=eps) for eps in (1e-8, 1e-2)])
     assert second.title == "Toy on digits, 3 epochs, eps 0.01"

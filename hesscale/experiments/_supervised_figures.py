@@ -94,7 +94,7 @@ def section(results: list[Result], own: Sequence[tuple[str, Any]]) -> Section:
     looks = looks_of({label: next(iter(by_size.values()))[0].task.optimizer for label, by_size in by_label.items()})
     trained = [Trained(label, by_size, looks[label]) for label, by_size in by_label.items()]
     task = results[0].task
-    end = "".join(f"-{value}" for _, value in own)
+    end = "".join(f"-{name}-{value}" for name, value in own)
     items: list[Plot | Heat | Table] = [accuracies(trained, f"optimizers{end}"), speeds(trained, f"speed{end}")]
     for what, split, against in itertools.product(("accuracy", "loss"), SPLITS, ("seconds", "epochs")):
         items.append(curves(trained, split, what, against, end))
@@ -215,7 +215,7 @@ def speeds(trained: list[Trained], name: str) -> Table:
         columns["steps"] = lambda found: ", ".join(modes(found.runs))
     caption = (
         "Images a second: of all networks that train at once, in the median epoch. Relative to Adam: of as many networks, by the "
-        "same commit of this code. Outside steps: the share of the seconds in which batches are made."
+        "same commit of this code on the same kind of machine. Outside steps: the share of the seconds in which batches are made."
     )
     return Table(name, "How fast they train", ["optimizer", *columns], rows_of(trained, columns), caption)
 
@@ -247,7 +247,10 @@ def noted(value: str, form: str, factor: float = 1) -> Callable[[Trained], str]:
 
 def circumstances(found: Trained) -> object:
     """What must be the same for speeds to be compared."""
-    return at_once(found), {commit for result in found.runs for commit in result.facts.get("commits", ())}
+    facts = [result.facts for result in found.runs]
+    machines = [machine for each in facts for machine in (each.get("machine", {}), *each.get("earlier_machines", ()))]
+    commits = {commit for each in facts for commit in each.get("commits", ())}
+    return at_once(found), commits, {tuple(sorted(machine.items())) for machine in machines}
 
 
 def modes(results: Iterable[Result]) -> list[str]:

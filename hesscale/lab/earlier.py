@@ -3,76 +3,121 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .plots import Plot, Series, Table
+from matplotlib.colors import is_color_like
+
+from .interactive import numbers
+from .marks import KINDS, as_array
+from .plots import Plot, Section, Series, Table
 
 if TYPE_CHECKING:
     from .report import Account
 
 FACTS = ("command", "settings", "runs", "commit", "machine", "when")
+NUMBERS = ("x", "y", "low", "high")
+Facts = dict[str, Any]
 
 
-def read_summary(path: Path) -> dict[str, dict[str, Any]]:
+def summary_file(path: Path) -> Path:
+    return path / "summary.json" if path.is_dir() else path
+
+
+def read_summary(path: Path) -> dict[str, Facts]:
     """By experiment, of a report's folder or its ``summary.json``."""
-    file = path / "summary.json" if path.is_dir() else path
+    file = summary_file(path)
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
-        if not all(isinstance(each["shown"], dict) and isinstance(each["command"], str) for each in found.values()):
-            raise TypeError("it is not of a report")
-    except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
+        expect(isinstance(found, dict) and bool(found), "it holds no experiment")
+        for facts in found.values():
+            check_facts(facts)
+            expect(
+                isinstance(facts["shown"], dict) and all(map(is_item, facts["shown"].values())), "what is shown is no such thing"
+            )
+            for earlier in facts.get("earlier", []):
+                check_facts(earlier)
+    except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{file} is no summary that a report wrote ({error!r})") from None
     return dict(found)
 
 
-def set_beside(account: Account, summary: Mapping[str, Any]) -> None:
-    """Add series and rows to plots and tables of the same name; where a label is in both, the summary's is called earlier.
+def check_facts(facts: Facts) -> None:
+    """How something was made: text, and settings of text."""
+    expect(isinstance(facts["command"], str), "its command is no text")
+    expect(all(isinstance(facts.get(name, ""), str) for name in FACTS if name != "settings"), "a fact is no text")
+    expect(all(isinstance(value, str) for value in facts.get("settings", {}).values()), "a setting is no text")
+
+
+def is_item(shown: Facts) -> bool:
+    if "rows" in shown:
+        rows = [shown["header"], *shown["rows"]]
+        return len({len(row) for row in rows}) == 1 and all(isinstance(cell, str) for row in rows for cell in row)
+    return "panels" in shown or ({"x", "y"} <= shown.keys() and all(map(is_series, shown["series"])))
+
+
+def is_series(found: Facts) -> bool:
+    values = [found[name] for name in NUMBERS if name in found]
+    has_numbers = all(isinstance(value, float | int | None) for several in values for value in several)
+    has_look = found.get("kind", "line") in KINDS and is_color_like(found.get("colour", "k"))
+    return isinstance(found["label"], str) and has_numbers and has_look and {"x", "y"} <= found.keys()
+
+
+def expect(is_so: bool, otherwise: str) -> None:
+    if not is_so:
+        raise ValueError(otherwise)
+
+
+def set_beside(account: Account, summary: Facts) -> None:
+    """Add series and rows to plots and tables of the same name, unless they are there; those of other runs are called earlier.
 
     Heat maps, of whose numbers a summary has little, stay as they are.
     """
     shown = summary["shown"]
-    items = [item for item in account.items if isinstance(item, (Plot, Table)) and item.name in shown]
+    kinds = {Plot: "series", Table: "rows"}
+    items = [item for item in account.items if isinstance(item, (Plot, Table)) and kinds[type(item)] in shown.get(item.name, ())]
     if not items:
         raise ValueError(f"the summary shows nothing of {account.name} that these runs show: {', '.join(shown)}")
+    here = {label for item in items for label in labels_of(describe_labels(item))}
+    there = [label for item in items for label in labels_of(shown[item.name])]
+    names = renamed(there, here)
     for item in items:
         if isinstance(item, Plot):
-            add_series(item, shown[item.name])
+            add_series(item, shown[item.name], names)
         else:
-            add_rows(item, shown[item.name])
-    account.earlier += [{name: summary[name] for name in FACTS if name in summary}, *summary.get("earlier", [])]
+            add_rows(item, shown[item.name], names)
+    before = [{name: summary[name] for name in FACTS if name in summary}, *summary.get("earlier", [])]
+    account.earlier += [facts for facts in before if facts["command"] != account.command]
+    for section in account.sections:
+        if any(item in items for item in section.items):
+            say(section, account)
 
 
-def differences(account: Account, earlier: Mapping[str, Any]) -> str:
+def say(section: Section, account: Account) -> None:
+    """What a section has of others, where it is read first."""
+    others = [text for facts in account.earlier if (text := differences(account, facts))]
+    if account.earlier:
+        section.text = " ".join(["Beside these runs, an earlier report's.", *others, section.text])
+
+
+def differences(account: Account, earlier: Facts) -> str:
     """Settings of what is shown beside it that are not those of the account, in words."""
-    settings = earlier.get("settings", {})
-    found = [f"{name}: {value}" for name, value in settings.items() if account.settings.get(name, value) != value]
-    return f"Other settings than here: {'; '.join(found)}." if found else ""
+    there, found = earlier.get("settings", {}), []
+    for name in dict.fromkeys([*account.settings, *there]):
+        own, other = (settings.get(name, "not known") for settings in (account.settings, there))
+        if set(own.split(", ")) != set(other.split(", ")):
+            found.append(f"{name} {other} (here {own})")
+    return f"Its settings: {'; '.join(found)}." if found else ""
 
 
-def add_series(plot: Plot, shown: Mapping[str, Any]) -> None:
-    if shown["x"] != (list(plot.categories) or plot.x_label) or shown["y"] != plot.y_label:
-        raise ValueError(f"{plot.title} has other axes in the summary: {shown['x']} and {shown['y']}")
-    names = renamed([found["label"] for found in shown["series"]], {series.label for series in plot.series})
-    for found in shown["series"]:
-        label = names[found["label"]]
-        ends: dict[str, Any] = {name: numbers(found[name]) for name in ("low", "high") if name in found}
-        is_dashed = found.get("dashed", False) or label != found["label"]
-        look: dict[str, Any] = {"kind": found.get("kind", "line"), "colour": found.get("colour"), "dashed": is_dashed}
-        plot.series.append(Series(label, numbers(found["x"]), numbers(found["y"]), **ends, **look))
+def describe_labels(item: Plot | Table) -> Facts:
+    return {"rows": item.rows} if isinstance(item, Table) else {"series": [{"label": series.label} for series in item.series]}
 
 
-def add_rows(table: Table, shown: Mapping[str, Any]) -> None:
-    """Columns that only one of them has are empty in the rows of the other."""
-    before = list(shown["header"])
-    if before[0] != table.header[0]:
-        raise ValueError(f"{table.title} has other rows in the summary: its first column is {before[0]!r}")
-    names = renamed([row[0] for row in shown["rows"]], {row[0] for row in table.rows})
-    header = [*table.header, *[name for name in before if name not in table.header]]
-    rows = [dict(zip(table.header, row, strict=True)) for row in table.rows]
-    rows += [{**dict(zip(before, row, strict=True)), before[0]: names[row[0]]} for row in shown["rows"]]
-    table.header, table.rows = header, [[row.get(name, "–") for name in header] for row in rows]
+def labels_of(shown: Facts) -> list[str]:
+    return [row[0] for row in shown["rows"]] if "rows" in shown else [found["label"] for found in shown.get("series", [])]
 
 
 def renamed(labels: Sequence[str], here: set[str]) -> dict[str, str]:
@@ -86,5 +131,47 @@ def renamed(labels: Sequence[str], here: set[str]) -> dict[str, str]:
     return names
 
 
-def numbers(values: list[float | None]) -> list[float]:
-    return [float("nan") if value is None else value for value in values]
+def add_series(plot: Plot, shown: Facts, names: Mapping[str, str]) -> None:
+    if shown["x"] != (list(plot.categories) or plot.x_label) or shown["y"] != plot.y_label:
+        raise ValueError(f"{plot.title} has other axes in the summary: {shown['x']} and {shown['y']}")
+    own = [(series.label, *values_of(series)) for series in plot.series]
+    for found in shown["series"]:
+        values = {name: [float("nan") if value is None else value for value in found[name]] for name in NUMBERS if name in found}
+        label = names[found["label"]]
+        is_dashed = found.get("dashed", False) or label != found["label"]
+        series = Series(label, **values, kind=found.get("kind", "line"), colour=found.get("colour"), dashed=is_dashed)
+        if (found["label"], *values_of(series)) not in own:
+            plot.series.append(series)
+
+
+def values_of(series: Series) -> list[list[float | None] | None]:
+    """As a summary has them."""
+    values = [getattr(series, name) for name in NUMBERS]
+    return [None if several is None else numbers(as_array(several)) for several in values]
+
+
+def add_rows(table: Table, shown: Facts, names: Mapping[str, str]) -> None:
+    """Columns that only one of them has are empty in the rows of the other."""
+    here, before = numbered(table.header), numbered(shown["header"])
+    if before[0] != here[0]:
+        raise ValueError(f"{table.title} has other rows in the summary: its first column is {shown['header'][0]!r}")
+    columns = [*here, *[column for column in before if column not in here]]
+    own = [cells(here, row, columns) for row in table.rows]
+    others = [found for row in shown["rows"] if (found := cells(before, row, columns)) not in own]
+    table.header = [name for name, _ in columns]
+    table.rows = [*own, *[[names[row[0]], *row[1:]] for row in others]]
+
+
+def cells(header: Sequence[object], row: Sequence[str], columns: Sequence[object]) -> list[str]:
+    found = dict(zip(header, map(str, row), strict=True))
+    return [found.get(column, "–") for column in columns]
+
+
+def numbered(header: Sequence[str]) -> list[tuple[str, int]]:
+    """Columns by name, and how many of that name are before: some come twice."""
+    seen: Counter[str] = Counter()
+    found = []
+    for name in header:
+        found.append((name, seen[name]))
+        seen[name] += 1
+    return found

@@ -8,7 +8,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .earlier import differences
 from .interactive import figures, text
 from .marks import marks
 from .plots import Heat, Plot, Section, Table
@@ -123,7 +122,6 @@ def experiment(account: Account) -> str:
     for found in account.earlier:
         others = {name: value for name, value in found.items() if name not in ("command", "settings")}
         parts.append(how_made("Beside it, from an earlier report", found["command"], found.get("settings", {}), others))
-        parts.append(f'<p class="problem">{escape(other)}</p>\n' if (other := differences(account, found)) else "")
     return "".join([*parts, "</section>\n"])
 
 

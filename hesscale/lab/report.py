@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .drawing import save_figure
-from .earlier import differences, read_summary, set_beside
+from .earlier import read_summary, set_beside, summary_file
 from .experiment import Experiment, experiments
 from .files import write_whole
 from .interactive import number, numbers
@@ -89,7 +89,6 @@ def report(
     showed.
     """
     known = experiments()
-    before = {} if beside is None else read_summary(beside)
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"no experiment is named {', '.join(unknown)}; there are {', '.join(sorted(known))}")
     requests = {} if everything else store.requests()
@@ -108,15 +107,23 @@ def report(
         else:
             problem = "This version has no experiment of that name."
             accounts.append(Account(name, name, command, asked=len(tasks), problems=[problem]))
-    shared = [account for account in accounts if account.name in before]
-    if before and not shared:
-        raise ValueError(f"{beside} is about {', '.join(before)}, not about {', '.join(account.name for account in accounts)}")
-    for account in shared:
-        try:
-            set_beside(account, before[account.name])
-        except (AttributeError, IndexError, KeyError, TypeError) as error:
-            raise ValueError(f"{beside} is no summary that a report wrote ({error!r})") from None
+    if beside is not None:
+        add_earlier(accounts, read_summary(beside), beside, folder)
     return write_report(accounts, folder, page=page)
+
+
+def add_earlier(accounts: Sequence[Account], before: dict[str, dict[str, Any]], beside: Path, folder: Path) -> None:
+    """Set beside each account what a summary has of it; an error if writing to the folder would lose some of that summary."""
+    shared = [account for account in accounts if account.name in before]
+    if not shared:
+        raise ValueError(f"{beside} is about {', '.join(before)}, not about {', '.join(account.name for account in accounts)}")
+    shown = {account.name: {item.name for item in account.items} for account in shared}
+    lost = [f"{name}: {item}" for name, found in before.items() for item in found["shown"] if item not in shown.get(name, ())]
+    if lost and summary_file(beside).absolute() == (folder / "summary.json").absolute():
+        raise ValueError(f"writing to {folder} would lose what only its summary has: {', '.join(lost)}; use another --out")
+    for account in shared:
+        if account.items:
+            set_beside(account, before[account.name])
 
 
 def account_of(store: Store, experiment: Experiment, command: str, tasks: list[Task]) -> Account:
@@ -174,8 +181,7 @@ def markdown(account: Account) -> str:
     lines = [f"# {account.title}", "", *indented(account.command), "", f"{account.progress}", ""]
     for found in account.earlier:
         runs = found.get("runs", "").rstrip(".")
-        lines += [f"Beside them, from an earlier report ({runs}):", "", *indented(found["command"]), ""]
-        lines += [other, ""] if (other := differences(account, found)) else []
+        lines += [f"Beside them, from an earlier report ({escaped(runs)}):", "", *indented(found["command"]), ""]
     lines += [f"- {problem}" for problem in account.problems] + [""] * bool(account.problems)
     for section in account.sections:
         if tables := [item for item in section.items if isinstance(item, Table)]:
@@ -192,8 +198,11 @@ def indented(command: str) -> list[str]:
 
 
 def row_of(cells: Sequence[str]) -> str:
-    escaped = [str(cell).replace("|", r"\|").replace("<", "&lt;") for cell in cells]
-    return f"| {' | '.join(' '.join(cell.split()) for cell in escaped)} |"
+    return f"| {' | '.join(escaped(str(cell)) for cell in cells)} |"
+
+
+def escaped(text: str) -> str:
+    return " ".join(text.replace("|", r"\|").replace("<", "&lt;").split())
 
 
 def summary(accounts: Sequence[Account]) -> str:

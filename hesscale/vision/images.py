@@ -32,7 +32,9 @@ class Split(NamedTuple):
 
 
 class Images(NamedTuple):
-    """A data set on a device, in splits that share no image and are the same whatever the seed.
+    """A data set on a device, in splits that share no number of an image and are the same whatever the seed.
+
+    (Some pictures of CIFAR-100 come twice, under different numbers.)
 
     Attributes:
         train: what batches are drawn from.

@@ -53,31 +53,41 @@ class Progress:
         diverged_at: the epoch in which the loss was not finite any more, or more than half of the steps were left out because
             gradients were not: then the network stands still.
         epoch_seconds: of each epoch.
+        at_once: how many networks trained together in each epoch: others may be left after an interruption.
         step_seconds: of all steps.
         noted: what the optimizer has counted, until then.
     """
 
     diverged_at: int | None = None
     epoch_seconds: list[float] = field(default_factory=list)
+    at_once: list[int] = field(default_factory=list)
     step_seconds: float = 0.0
     noted: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.at_once = [0] * (len(self.epoch_seconds) - len(self.at_once)) + self.at_once  # not noted by earlier versions
 
     @property
     def seconds(self) -> float:
         return sum(self.epoch_seconds)
 
-    def add(self, epoch: int, done: Epoch, k: int, share: float, noted: dict[str, float], steps: int) -> None:
+    def add(self, epoch: int, done: Epoch, k: int, together: int, noted: dict[str, float], steps: int) -> None:
         """Take note of what an epoch of so many steps gave network ``k``."""
-        self.epoch_seconds.append(share * done.seconds)
-        self.step_seconds += share * done.step_seconds
+        self.epoch_seconds.append(done.seconds / together)
+        self.at_once.append(together)
+        self.step_seconds += done.step_seconds / together
         left_out = noted.get("nonfinite_steps", 0) - self.noted.get("nonfinite_steps", 0)
         self.noted = noted
         if not math.isfinite(done.losses[k]) or 2 * left_out > steps:
             self.diverged_at = epoch
 
     def values(self, images: int, together: int) -> dict[str, Any]:
-        """``images`` are those of an epoch, whose pace is that of the median one: others may use the machine now and then."""
-        pace = images / statistics.median(self.epoch_seconds) if self.epoch_seconds else math.nan
+        """``images`` are those of an epoch, whose pace is that of the median one: others may use the machine now and then.
+
+        Only epochs with so many networks together count for it.
+        """
+        comparable = [seconds for seconds, at_once in zip(self.epoch_seconds, self.at_once, strict=True) if at_once == together]
+        pace = images / statistics.median(comparable) if comparable else math.nan
         outside = 1 - self.step_seconds / self.seconds if self.epoch_seconds else math.nan
         shares = {"seconds": self.seconds, "images_per_second": pace, "outside_steps": outside}
         return {"diverged_at": self.diverged_at, "together": together, **shares, **self.noted}
@@ -97,6 +107,7 @@ def train(tasks: Sequence[Task], runs: Sequence[Run], images: Images, epoch: int
     draws = draw_all(tasks, images, epoch)
     if not epoch:
         log(members, alive, runs, progress, 0)
+        alive = [k for k in alive if progress[k].diverged_at is None]
     while epoch < total and alive:
         torch.manual_seed(number_of("steps", [(task.seed, task.step_size) for task in tasks], epoch))
         end = members.train(draws)
@@ -104,7 +115,7 @@ def train(tasks: Sequence[Task], runs: Sequence[Run], images: Images, epoch: int
         draws = draw_all(tasks, images, epoch)  # while the device is busy
         done = end()
         for k in alive:
-            progress[k].add(epoch, done, k, 1 / len(tasks), noted(members, k), members.steps)
+            progress[k].add(epoch, done, k, len(tasks), noted(members, k), members.steps)
             runs[k].progress(epoch, total)
         alive = [k for k in alive if progress[k].diverged_at is None]
         if epoch % tasks[0].evaluate_every == 0 or epoch == total:
