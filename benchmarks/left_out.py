@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=200, help="of Adam, after which to measure again")
     parser.add_argument("--out", type=Path, default=Path("results/left_out"))
     options = parser.parse_args(arguments)
-    rows: list[dict[str, Any]] = []
+    record = {**header("left_out.py", arguments), "batch": options.batch, "rows": (rows := [])}
     for problem, padding in CASES:
         try:
             images = load_images(PROBLEMS[problem], options.data, torch.device("cpu"))
@@ -112,7 +112,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             what = {"network": PROBLEMS[problem].title, "padding": padding, "steps": steps}
             for found in multiples(model, images, options.batch):
                 rows.append(what | {key: digits(value) if isinstance(value, float) else value for key, value in found.items()})
-    record = {**header("left_out.py", arguments), "batch": options.batch, "rows": rows}
     options.out.mkdir(parents=True, exist_ok=True)
     save(options.out / "left_out", record, page(record))
     return 0

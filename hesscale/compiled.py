@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from .errors import CompileWarning
 from .heads import Unsettled
+from .holdings import clusters
 from .shapes import Shape, kind_of
 from .subject import Layout, Subject, Trained
 from .tracing import CannotTrace, compile_graph
@@ -194,7 +195,7 @@ class Graph:
                 self.kept = []
             self.own = [tensor.detach() for tensor in self.kept]
             self.glance = self.subject.glance()
-            if self.kinds != [kind_of(tensor) for tensor in self.own]:
+            if self.kinds != kinds_of(self.own):
                 self.mode, self.run, self.kept, self.own, self.own_now, self.glance = "eager", None, [], [], [], []
                 self.calls, self.attempt = 1, 2
                 return None
@@ -210,7 +211,7 @@ class Graph:
         try:
             self.layout = self.subject.layout()
             own = self.subject.own_tensors(self.layout)
-            self.kinds = [kind_of(tensor.detach()) for tensor in own]
+            self.kinds = kinds_of([tensor.detach() for tensor in own])
             arguments = [*own, *self.subject.number_tensors(), *tensors]
             graph = self.subject.trace(self.layout, self.shape, arguments)
         except Unsettled as error:
@@ -226,6 +227,8 @@ class Graph:
         self.cuda_graph = self.cuda_graph and self.backend == "inductor" and own[0].is_cuda
         if self.backend == "inductor":
             try:
+                if len(set(clusters(own))) < len(own):
+                    raise RuntimeError("buffers share memory, which its code would change in another order")
                 self.run = self.subject.arranged(compile_graph(graph, self.subject.example(self.layout, arguments)))
                 self.mode = "compiled"
             except Exception as error:  # whatever went wrong in the compiler, the graph is right
@@ -265,6 +268,11 @@ class Captured:
             held.copy_(tensor, non_blocking=True)
         self.graph.replay()
         return [output.clone() for output in self.outputs]
+
+
+def kinds_of(tensors: list[Tensor]) -> list[object]:
+    """What a graph is made for, and which of them share memory."""
+    return [*map(kind_of, tensors), clusters(tensors)]
 
 
 def first_line(error: Exception) -> str:

@@ -118,7 +118,7 @@ class Members:
             raise ValueError(f"member {k} differs from member 0 in {difference(self.first, self.members[k])}")
         for member in self.members:  # what is the same object is compared fast
             member.constants, member.numbers.key = self.first.constants, self.first.numbers.key
-        return sum(self.looks), *self.first.circumstances()
+        return tuple(self.looks), *self.first.circumstances()
 
     def check_phases(self) -> None:
         """Curvature must be due for all members at the same steps."""
@@ -338,7 +338,7 @@ def tensors_of(member: Subject) -> list[Tensor]:
 
 
 def member_glance(member: Subject) -> list[object]:
-    return [*map(Tensor.stride, member.trained), *pointers((*member.trained, *member.others()))]
+    return [*member.outlines(), *pointers((*member.trained, *member.others()))]
 
 
 def as_sets(layout: Layout) -> object:

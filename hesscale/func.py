@@ -100,7 +100,7 @@ def grad_and_hess_diag(
             seen += [shown(cell.cell_contents) for cell in near.cells]
             seen += [shown(holder.get(key)) for holder, key in entries]
             seen += [shown(getattr(holder, name, None)) for holder, name in near.attributes]
-            seen += [shown(value) for values in near.lists for value in values[:MOST_ENTRIES]]
+            seen += [shown(value) for box in near.boxes for value in list(box)[:MOST_ENTRIES]]
         return call(seen, args, kwargs)
 
     code = transformed.__code__.replace(co_name=transform.name)  # type: ignore[attr-defined]

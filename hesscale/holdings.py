@@ -184,6 +184,17 @@ def overlapping(groups: Iterable[Iterable[Tensor]]) -> int | None:
     return None
 
 
+def clusters(tensors: list[Tensor]) -> tuple[int, ...]:
+    """For each tensor, the number of the first in memory before which nothing ends and with which it hangs together."""
+    spans = sorted([(str(t.device), *span_of(t), i) for i, t in enumerate(tensors)])
+    found, until, first = [0] * len(tensors), ("", 0), 0
+    for device, start, end, i in spans:
+        if (device, start) >= until:
+            first = i
+        found[i], until = first, max(until, (device, end))
+    return tuple(found)
+
+
 def check_apart(parameters: list[Tensor], buffers: list[Tensor]) -> None:
     """No parameter may lie where another or a buffer does: a graph changes each by itself."""
     spans = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Iterator
 from functools import partial
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
@@ -23,7 +24,7 @@ class Near:
         self.cells: list[CellType] = []  # nonlocal variables
         self.entries: list[tuple[dict[Any, Any], Any]] = []  # global variables, what dicts hold, and modules in modules
         self.attributes: list[tuple[Any, str]] = []
-        self.lists: list[list[Any]] = []
+        self.boxes: list[list[Any] | deque[Any] | dict[Any, Any]] = []  # by what they hold
         self.names = {"__call__", "forward"}  # that stand in the functions met
         self.met: set[int] = set()
 
@@ -51,14 +52,14 @@ class Near:
             keys = list(thing)[:MOST_ENTRIES]
             self.entries += [(thing, key) for key in keys]
             return [thing[key] for key in keys]
-        if isinstance(thing, (list, tuple)):
-            if isinstance(thing, list):
-                self.lists.append(thing)
-            return list(thing[:MOST_ENTRIES])
+        if isinstance(thing, (list, tuple, deque)):
+            if not isinstance(thing, tuple):
+                self.boxes.append(thing)
+            return list(thing)[:MOST_ENTRIES]
         if isinstance(thing, (type, ModuleType)):
             return [] if is_of_a_library(thing) else self.named_in(thing)
-        if hasattr(thing, "__dict__"):
-            named = {**vars(type(thing)), **vars(thing)}
+        if hasattr(thing, "__dict__") or hasattr(thing, "__slots__"):
+            named = {**vars(type(thing)), **own_attributes(thing)}
             self.attributes += [(thing, k) for k, v in named.items() if isinstance(v, PLAIN) and k[:2] != "__"]
             return [*self.objects_of(thing), type(thing)]
         return []
@@ -74,7 +75,10 @@ class Near:
 
     def objects_of(self, thing: Any) -> list[Any]:
         """What is in those of a thing's own attributes whose names were met."""
-        found = {k: v for k, v in vars(thing).items() if k in self.names and not isinstance(v, (Tensor, *PLAIN))}
+        if code := written_in(thing):
+            self.names |= names_in(code)
+        own = own_attributes(thing)
+        found = {k: v for k, v in own.items() if k in self.names and not isinstance(v, (Tensor, *PLAIN))}
         self.attributes += [(thing, name) for name in found]
         return list(found.values())
 
@@ -101,30 +105,65 @@ class Near:
         defaults = function.__defaults__, function.__kwdefaults__
         return [*defaults, *[cell.cell_contents for cell in cells], *values.values()]
 
-    def keep_named(self, function: Any) -> None:
+    def keep_named(self, function: Any, model: nn.Module) -> None:
         """Of attributes and entries, forget those whose names do not stand in a function, but for those of modules that do.
 
-        Of lists, only those are kept that the function has by name.
+        Lists and dicts are kept that the function has by name, and those in them; of a dict only keys that stand there, if any.
+        The parts of ``model`` are none of its business.
         """
+        held: list[Any] = []
         while isinstance(function, (partial, MethodType)):
+            held += [*function.args, *function.keywords.values()] if isinstance(function, partial) else []
             function = function.func if isinstance(function, partial) else function.__func__
-        names = names_in(function) if isinstance(function, FunctionType) else set()
+        code = written_in(function)
+        names = names_in(code) if code else set()
         self.entries = [(holder, key) for holder, key in self.entries if key in names]
-        held = [*[cell.cell_contents for cell in self.cells], *[holder.get(key) for holder, key in self.entries]]
+        held += [*[cell.cell_contents for cell in self.cells], *[holder.get(key) for holder, key in self.entries]]
+        held += [getattr(holder, name, None) for holder, name in self.attributes if name in names]
+        held += [part for value in held for part in parts_of_box(value)]
         modules = [module for value in held if isinstance(value, nn.Module) for module in value.modules()]
-        kept = {id(holder) for holder in (function, *modules)}
+        kept = {id(holder) for holder in (function, code, *modules)} - {id(module) for module in model.modules()}
         self.attributes = [(holder, k) for holder, k in self.attributes if k in names or id(holder) in kept]
-        self.lists = [found for found in self.lists if any(found is value for value in held)]
+        boxes = {id(value): value for value in held if isinstance(value, (list, deque, dict))}.values()
+        keys = constants_in(code) if code and not names & OF_WHOLE_DICTS else set()
+        by_key = [box for box in boxes if isinstance(box, dict) and not keys.isdisjoint(box)]
+        self.entries += [(box, key) for box in by_key for key in keys]
+        self.boxes = [box for box in boxes if not any(box is other for other in by_key)]
 
     def values(self) -> tuple[object, ...]:
         """What is there now, to compare with later."""
         found = [known(cell.cell_contents) for cell in self.cells]
         found += [known(holder.get(key)) for holder, key in self.entries]
         found += [known(getattr(holder, name, None)) for holder, name in self.attributes]
-        found += [known(tuple(values[:MOST_ENTRIES])) for values in self.lists]
+        found += [known((len(box), *parts_of_box(box))) for box in self.boxes]
         return tuple(found)
 
 
+def written_in(thing: Any) -> FunctionType | None:
+    """A function itself, or what is called where an object is."""
+    found = [thing, *[getattr(type(thing), name, None) for name in ("forward", "__call__")]]
+    return next((each for each in found if isinstance(each, FunctionType) and not is_of_a_library(each)), None)
+
+
+def parts_of_box(value: Any) -> list[Any]:
+    """What a list, tuple or dict holds, with keys."""
+    if isinstance(value, dict):
+        return [part for item in list(value.items())[:MOST_ENTRIES] for part in item]
+    return list(value)[:MOST_ENTRIES] if isinstance(value, (list, tuple, deque)) else []
+
+
+def own_attributes(thing: Any) -> dict[str, Any]:
+    """Those of an object itself, also if it has slots for them."""
+    slots = [name for kind in type(thing).__mro__ for name in names_of_slots(kind)]
+    return {**{name: getattr(thing, name) for name in slots if hasattr(thing, name)}, **getattr(thing, "__dict__", {})}
+
+
+def names_of_slots(kind: type) -> list[str]:
+    slots = vars(kind).get("__slots__", ())
+    return [slots] if isinstance(slots, str) else [name for name in slots if name[:2] != "__"]
+
+
+OF_WHOLE_DICTS = {"keys", "values", "items", "copy", "pop", "popitem"}
 DESCRIPTORS = (property, classmethod, staticmethod)
 
 
@@ -139,6 +178,11 @@ def names_in(function: FunctionType) -> set[str]:
     """The names and words that stand in a function, and in those that it defines."""
     codes = codes_of(function.__code__)
     return {name for code in codes for name in (*code.co_names, *code.co_consts) if isinstance(name, str)}
+
+
+def constants_in(function: FunctionType) -> set[Any]:
+    """Numbers and words that stand in a function."""
+    return {value for code in codes_of(function.__code__) for value in code.co_consts if isinstance(value, (str, int))}
 
 
 def codes_of(code: CodeType) -> Iterator[CodeType]:

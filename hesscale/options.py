@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from numbers import Real
 from operator import itemgetter
 from typing import Any
 
@@ -75,7 +76,7 @@ class Numbers:
         elif isinstance(value, Tensor):
             tensor.copy_(value, non_blocking=True)
         elif known != value:
-            tensor.fill_(value)
+            tensor.fill_(float(value))
         self.held[option] = value, tensor
         return tensor
 
@@ -102,7 +103,7 @@ def has_changed(previous: Any, value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    return isinstance(value, (int, float, Tensor)) and not isinstance(value, bool)
+    return isinstance(value, (Real, Tensor)) and not isinstance(value, bool)  # numpy's too
 
 
 def number_dtype(like: Tensor) -> torch.dtype:

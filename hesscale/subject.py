@@ -72,6 +72,7 @@ class Trained(Protocol):
     def arranged(self, run: Run) -> Run: ...
 
 
+MOST_LOOKS = 32
 CIRCUMSTANCES = (
     "",
     "options",
@@ -97,18 +98,23 @@ class Subject:
             raise TypeError("LBFGS evaluates the loss many times in a step, by a closure; train with it in a loop of your own")
         self.model = getattr(model, "_orig_mod", model)  # what torch.compile hides
         self.loss_fn, self.optimizer, self.options = loss_fn, optimizer, options
-        self.near = Near()  # plain values that the loss refers to
-        self.near.look_at(loss_fn)
-        self.near.keep_named(loss_fn)
+        self.look_near()
         self.numbers = Numbers(optimizer)
         if isinstance(optimizer, CurvatureOptimizer):
             optimizer.unpack()
-        self.looks = 0
+        self.known_looks: dict[object, tuple[int, set[int]]] = {}  # the number of each, and its replaced buffers
+        self.count = 0
         self.look()
+
+    def look_near(self) -> None:
+        """See which plain values the loss refers to, and what they are."""
+        self.near = Near()
+        self.near.look_at(self.loss_fn)
+        self.near.keep_named(self.loss_fn, self.model)
+        self.near_now = self.near.values()
 
     def look(self) -> None:
         """See what the model and the optimizer consist of."""
-        self.looks += 1
         named = list(self.model.named_modules())
         self.modules = [module for _, module in named]
         self.parts = [part.values() for module in self.modules for part in (module._modules, module._parameters)]
@@ -129,7 +135,6 @@ class Subject:
         self.boxes = [box.values() if isinstance(box, dict) else box for _, box in boxes]
         self.parameter_places, self.buffer_places = places_of(self.modules)
         self.parameter_entries = [place.entries[0] for place in self.parameter_places]
-        self.replaced: set[int] = set()  # the buffers that the model replaces by others instead of changing them
         self.taken: dict[int, Tensor] = {}  # what is in their place, if it is the step's own
         self.trained = self.parameters()
         self.ids: list[int] = []  # of all that is held
@@ -140,12 +145,28 @@ class Subject:
             shapes = ", ".join(str(tuple(p.shape)) for p in strangers[:3])
             raise ValueError(f"{len(strangers)} parameters of the optimizer are not in the model, such as of shape {shapes}")
         self.note(list(self.held()))
+        signature = self.signature()
+        if signature not in self.known_looks:
+            self.count += 1
+            if len(self.known_looks) >= MOST_LOOKS:
+                self.known_looks.pop(next(iter(self.known_looks)))
+            self.known_looks[signature] = self.count, set()
+        # the same again has the same graphs; replaced are the buffers that the model replaces by others instead of changing them
+        self.looks, self.replaced = self.known_looks[signature]
+
+    def signature(self) -> object:
+        """What it all consists of, but for constants: lists and dicts of these may be other objects."""
+        count = len(self.kept) - len(self.names)
+        values = zip(self.kept[count:], self.pattern[count:], strict=True)
+        kinds = [type(value) if is_box_of_constants(value) else kind for value, kind in values]
+        return tuple(self.pattern[:count]), tuple(kinds), tuple(self.names)
 
     def held(self) -> Iterable[Any]:
         """Modules and parameters by place, parameters by group; then buffers, attributes of modules, options of the optimizer."""
+        kinds = [(type(module), getattr(type(module), "forward", None)) for module in self.modules]
         grouped = [group["params"] for group in self.optimizer.param_groups]
         attributes = [getter(holder) for holder, getter in self.getters]
-        return chain.from_iterable([*self.parts, *grouped, *self.buffers, *attributes, *self.boxes])
+        return chain.from_iterable([*kinds, *self.parts, *grouped, *self.buffers, *attributes, *self.boxes])
 
     def note(self, held: list[Any]) -> None:
         values = held[-len(self.names) :]
@@ -169,9 +190,11 @@ class Subject:
 
     def circumstances(self) -> tuple[object, ...]:
         """What is no tensor, and decides what a step does."""
+        if self.near.values() != self.near_now:
+            self.look_near()  # there may be other objects to look at
         return (
             *self.own_circumstances(),
-            self.near.values(),
+            self.near_now,
             torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
             torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
             torch.get_default_dtype(),
@@ -308,7 +331,12 @@ class Subject:
     def glance(self) -> list[object]:
         """What changes if a tensor is another one, or elsewhere in memory, as long as all that were there are kept."""
         others = self.others()
-        return [*map(Tensor.stride, self.trained), *map(id, others), *pointers((*self.trained, *others))]
+        return [*self.outlines(), *map(id, others), *pointers((*self.trained, *others))]
+
+    def outlines(self) -> list[object]:
+        """What parameters and buffers are that change in place."""
+        tensors = [*self.trained, *[place.get() for place in self.buffer_places]]
+        return [*[tensor.shape for tensor in tensors], *map(Tensor.stride, tensors)]
 
     def others(self) -> list[Any]:
         """Buffers, the optimizer's state and its counters."""
@@ -347,7 +375,13 @@ class Subject:
 
     def trace(self, layout: Layout, shape: Shape, tensors: Sequence[Tensor]) -> GraphModule:
         """The step as a graph over own tensors, numbers and those of a batch, which returns the loss and η."""
-        return trace(lambda *given: self.step_on(layout, shape, given), tensors)
+        try:
+            return trace(lambda *given: self.step_on(layout, shape, given), tensors)
+        except CannotTrace as error:
+            changed = sorted({name for _, name, _ in self.numbers.changing} - {"lr"})
+            if not changed or isinstance(self.optimizer, CurvatureOptimizer):
+                raise
+            raise CannotTrace(f"{error} (perhaps the optimizer does so with {', '.join(changed)}, since that changed)") from None
 
     def example(self, layout: Layout, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Of the tensors that a step is given, those that its graph takes; with enough curvature seen for weights to move."""

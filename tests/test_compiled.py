@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import copy
+import functools
 import gc
 import shutil
 import warnings
@@ -19,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import hesscale
 from hesscale import compiled
 from hesscale.errors import CompileWarning, NonFiniteError
+from hesscale.holdings import clusters
 
 pytestmark = pytest.mark.usefixtures("double_precision")
 has_compiler = pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="no C++ compiler")
@@ -139,6 +142,7 @@ OPTIMIZERS = {
     "torch SGD": lambda p: torch.optim.SGD(p, lr=0.01),
     "torch SGD, momentum": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, nesterov=True),
     "torch RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01),
+    "torch ASGD": lambda p: torch.optim.ASGD(p, lr=0.01, t0=2),
 }
 
 
@@ -520,6 +524,135 @@ def test_entries_of_lists_and_dicts_are_seen(factor):
     check_training(model, batches(8), each=each)
 
 
+class Square(nn.Module):
+    """Two layers, and a matrix that may change in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.register_buffer("square", torch.arange(16.0).view(4, 4) / 16)
+        self.factor, self.function = [1.0], torch.tanh
+
+    def forward(self, x):
+        return self.b(self.function(self.a(x))) * (self.square[0].sum() + self.square.mean()) * self.factor[0]
+
+
+def tripled(self, x):
+    return 3 * Square.forward(self, x)
+
+
+class Tripled(Square):
+    forward = tripled
+
+
+def cut(model):
+    """Less wide, in the same memory."""
+    model.a.weight.data, model.a.bias.data, model.b.weight.data = model.a.weight[:2], model.a.bias[:2], model.b.weight[:, :2]
+
+
+IN_PLACE = {
+    "strides of a buffer": lambda model: model.square.t_(),
+    "shape of a buffer": lambda model: setattr(model.square, "data", model.square[:2]),
+    "shapes of parameters": cut,
+    "a class": lambda model: setattr(model, "__class__", Tripled),
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_what_changes_in_place_is_seen(name):
+    def each(step, i):
+        if i == 4:
+            with torch.no_grad():
+                IN_PLACE[name](step.subject.model)
+
+    check_training(Square(), batches(8), lambda p: torch.optim.SGD(p, lr=0.1), each=each)
+
+
+def test_another_forward_of_a_class_is_seen(monkeypatch):
+    class Own(Square):
+        pass
+
+    def each(_, i):
+        monkeypatch.setattr(Own, "forward", tripled if 4 <= i < 7 else Square.forward)
+
+    check_training(Own(), batches(8), each=each)
+
+
+@pytest.mark.parametrize("is_function", [True, False])
+def test_what_is_the_same_again_finds_its_graph_again(is_function):
+    def each(step, _):
+        model = step.subject.model
+        if is_function:
+            model.function = torch.sigmoid if model.function is torch.tanh else torch.tanh
+        else:
+            model.factor = list(model.factor)
+
+    step = check_training(Square(), batches(40), each=each)
+    assert len(step.graphs) == 1 + is_function
+    assert step.subject.count == 1 + is_function
+
+
+class Remembering(nn.Module):
+    """What it saw last is an input."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.last = nn.Linear(7, 3), None
+
+    def forward(self, x):
+        result = torch.tanh(self.layer(torch.cat([x, x.new_zeros(len(x), 3) if self.last is None else self.last], 1)))
+        self.last = result.detach()
+        return result
+
+
+def test_a_state_that_is_forgotten_now_and_then():
+    def each(step, i):
+        if i % 4 == 3:
+            step.subject.model.last = None
+
+    eager, other = two_of(Remembering())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the first step after that cannot be traced
+        expected, found = train(eager, batches(71), each), train(other, batches(71), each)
+    torch.testing.assert_close(found, expected, **CLOSE)
+    assert (len(other.graphs), other.mode) == (2, "traced")
+
+
+def test_looks_of_long_ago_are_forgotten():
+    model = Square()
+    step = hesscale.compile_step(model, cross_entropy, ada(model.parameters()), backend="eager")
+    for _ in range(40):
+        model.function = functools.partial(torch.tanh)
+        train(step, batches(1))
+    assert len(step.subject.known_looks) == 32
+    assert step.subject.looks == 41
+
+
+class Twins(nn.Module):
+    """Two buffers in one memory, the first of which changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.register_buffer("a", torch.ones(3))
+        self.register_buffer("b", self.a[:])
+
+    def forward(self, x):
+        h = self.layer(x)
+        self.a.mul_(0.5).add_(h.detach().mean())
+        return h * self.b
+
+
+def test_buffers_that_share_memory_are_not_compiled():
+    model = Twins()
+    step = hesscale.compile_step(model, cross_entropy, ada(model.parameters()))
+    with pytest.warns(CompileWarning, match="buffers share memory, which its code would change in another order"):
+        train(step, batches(3))
+    assert step.mode == "traced"
+    first, a, weight, b, empty = clusters([torch.ones(2), model.a, model.layer.weight, model.b, torch.ones(0)])
+    assert (first, a, weight, empty) == (0, b, 2, 4)
+
+
 def test_a_parameter_of_the_optimizer_that_has_left_the_model():
     step = two_of(mlp())[1]
     train(step, batches(3))
@@ -646,6 +779,21 @@ def test_a_schedule_of_betas_too(make):
     step = check_training(mlp(), batches(20), make, each=each)
     assert len(step.graphs) == 2
     assert step.subject.optimizer.param_groups[0]["betas"][0] != 0.9
+
+
+def test_a_step_size_of_numpy():
+    def each(step, i):
+        step.subject.optimizer.param_groups[0]["lr"] = np.float32(0.01 * 0.9**i)
+
+    assert len(check_training(mlp(), batches(20), each=each).graphs) == 1
+
+
+def test_an_option_of_torchs_optimizers_that_changes():
+    step = two_of(mlp(), lambda p: torch.optim.SGD(p, lr=0.01, weight_decay=0.1))[1]
+    train(step, batches(3))
+    step.subject.optimizer.param_groups[0]["weight_decay"] = 0.2
+    with pytest.warns(CompileWarning, match=r"perhaps the optimizer does so with weight_decay, since that changed"):
+        train(step, batches(3))
 
 
 def test_a_scheduler_made_after_the_first_steps():
@@ -1016,15 +1164,16 @@ def test_a_step_that_is_not_finite_raises_and_changes_nothing(backend, decay):
     assert optimizer.param_groups[0]["step_count"] == 7
 
 
-def test_steps_that_are_left_out_are_counted():
+@pytest.mark.parametrize("radius", [None, 1e-6])
+def test_steps_that_are_left_out_are_counted(radius):
     def make(params):
-        return ada(params, on_nonfinite="skip", curvature_every=3, weight_decay=0.1)
+        return ada(params, on_nonfinite="skip", curvature_every=3, weight_decay=0.1, trust_radius=radius)
 
     data = [(x * torch.inf if i in (5, 6, 11) else x, y) for i, (x, y) in enumerate(batches(20))]
     eager, other = two_of(mlp(), make, mse)
     for step in (eager, other):
         train(step, data)
-    check_equal(eager, other)
+    check_equal(eager, other)  # with counters
     assert other.subject.optimizer.nonfinite_steps == 3
     assert other.subject.optimizer.param_groups[0]["step_count"] == 17
 
@@ -1292,6 +1441,115 @@ class TestSurroundings:
             trainer.calls += 1
 
         self.check(trainer.loss, change)
+
+    def test_an_entry_of_a_list_of_whose_method_it_is(self):
+        class Trainer:
+            def __init__(self):
+                self.weights, self.criterion = [1.0], nn.HuberLoss()
+
+            def loss(self, model, x):
+                return self.weights[0] * self.criterion(model(x), torch.zeros_like(x[:, :1]))
+
+        trainer = Trainer()
+        self.check(trainer.loss, lambda i: trainer.weights.__setitem__(0, float(i)))
+        self.check(trainer.loss, lambda i: setattr(trainer.criterion, "delta", 0.1 * i))
+
+    @pytest.mark.parametrize("base", [object, nn.Module])
+    def test_a_list_of_an_object_that_is_called(self, base):
+        class Loss(base):
+            def __init__(self):
+                super().__init__()
+                self.weights = [1.0]
+
+            def forward(self, model, x):
+                return self.weights[0] * model(x).square().mean()
+
+        if base is object:
+            Loss.__call__ = Loss.forward
+            del Loss.forward
+        loss = Loss()
+        self.check(loss, lambda i: loss.weights.__setitem__(0, float(i)))
+
+    def test_the_model_by_another_name_is_not_watched_twice(self):
+        class Trainer:
+            def __init__(self, model):
+                self.model = model
+
+            def loss(self, model, x):
+                return self.model(x).square().mean()
+
+        model = self.model()
+        step = hesscale.compile_step(model, Trainer(model).loss, hesscale.AdaHesScale(model.parameters()), backend="traced")
+        assert not [holder for holder, _ in step.subject.near.attributes if isinstance(holder, nn.Module)]
+
+    def test_an_attribute_in_a_slot(self):
+        class Trainer:
+            __slots__ = ("weight",)
+
+            def __init__(self):
+                self.weight = 1.0
+
+            def loss(self, model, x):
+                return self.weight * model(x).square().mean()
+
+        trainer = Trainer()
+        self.check(trainer.loss, lambda i: setattr(trainer, "weight", float(i)))
+
+    @pytest.mark.parametrize("box", [[1.0], collections.deque([1.0]), {0: 1.0}, {"a": 1.0, "b": 2.0}], ids=repr)
+    def test_entries_that_are_not_named(self, box):
+        def loss_fn(model, x):
+            values = box.values() if isinstance(box, dict) else box
+            return sum(values) * model(x).square().mean()
+
+        self.check(loss_fn, lambda i: box.__setitem__("a" if "a" in box else 0, float(i)))
+
+    def test_an_entry_that_comes_later(self):
+        settings = {}
+
+        def loss_fn(model, x):
+            return settings.get("weight", 1.0) * model(x).square().mean()
+
+        self.check(loss_fn, lambda i: settings.update(weight=float(i)))
+
+    def test_a_criterion_in_a_list_and_in_a_partial(self):
+        criteria = [nn.HuberLoss()]
+
+        def loss_fn(model, x):
+            return criteria[0](model(x), torch.zeros_like(x[:, :1]))
+
+        def given(criterion, model, x):
+            return criterion(model(x), torch.zeros_like(x[:, :1]))
+
+        def change(i):
+            criteria[0].delta = 0.1 * i
+
+        self.check(loss_fn, change)
+        self.check(functools.partial(given, criteria[0]), change)
+
+    def test_an_entry_of_a_list_that_came_later(self):
+        weights = [1.0]
+
+        def loss_fn(model, x):
+            return weights[0] * model(x).square().mean()
+
+        def change(i):
+            nonlocal weights
+            weights = [2.0] if i == 3 else weights
+            weights[0] *= 3
+
+        self.check(loss_fn, change)
+
+    def test_other_entries_make_no_new_graph(self):
+        settings, model = {"weight": 1.0, "step": 0}, self.model()
+
+        def loss_fn(model, x):
+            return settings["weight"] * model(x).square().mean()
+
+        step = hesscale.compile_step(model, loss_fn, hesscale.AdaHesScale(model.parameters(), lr=0.01), backend="traced")
+        for _ in range(5):
+            settings["step"] += 1
+            step(torch.ones(2, 3, dtype=torch.float64))
+        assert len(step.graphs) == 1
 
     def test_what_it_does_not_name_makes_no_new_graph(self):
         class Trainer:

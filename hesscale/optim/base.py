@@ -378,7 +378,7 @@ class CurvatureOptimizer(Optimizer):
             self.average(group, batch, alive)
         names = "lr", "betas", "eps", "curvature_warmup"
         moves = [update.quotient(batch, *[group[name] for name in names]) for group, batch in batches]
-        etas = self.trust(batches, moves)
+        etas = self.trust(batches, moves, alive)
         for (group, batch), (denominators, factors), eta in zip(batches, moves, etas, strict=True):
             scale = eta if alive is None else (1 if eta is None else eta) * alive
             self.move(group, batch, denominators, factors, None if scale is None else scale.to(batch.params[0].device))
@@ -410,8 +410,10 @@ class CurvatureOptimizer(Optimizer):
             batch.curvatures = [torch.where(alive > 0, t, 0) for t in batch.curvatures]
         update.average(batch, group["betas"], alive)
 
-    def trust(self, batches: list[tuple[dict[str, Any], Batch]], moves: list[tuple[list[Tensor], Any]]) -> list[Tensor | None]:
-        """η for each batch, None where no trust region holds it."""
+    def trust(
+        self, batches: list[tuple[dict[str, Any], Batch]], moves: list[tuple[list[Tensor], Any]], alive: Tensor | None
+    ) -> list[Tensor | None]:
+        """η for each batch, None where no trust region holds it; a step that is left out does not count."""
         regions: dict[int, list[int]] = {}
         for i, (group, _) in enumerate(batches):
             if group["trust_radius"] is not None:
@@ -426,8 +428,9 @@ class CurvatureOptimizer(Optimizer):
                 parts.append(update.quadratic(batch, *moves[i], group["betas"][1], group["bias_correction"]))
             h = torch.stack([part.to(parts[0].device) for part in parts]).sum()
             eta = self.eta[region] = update.trust(h, batches[members[0]][0]["trust_radius"])
-            counter(self.counters, f"measured {region}", eta.device).add_(1)
-            counter(self.counters, f"scaled {region}", eta.device).add_(eta < 1)
+            counts = 1 if alive is None else (alive > 0).to(eta.device)
+            counter(self.counters, f"measured {region}", eta.device).add_(counts)
+            counter(self.counters, f"scaled {region}", eta.device).add_((eta < 1) * counts)
             for i in members:
                 etas[i] = eta
         return etas
