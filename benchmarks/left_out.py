@@ -85,7 +85,7 @@ def page(found: dict[str, Any]) -> str:
 
 {made_by(found)} A batch of {found["batch"]}, no dropout;
 steps are Adam's, with {TRAINED_WITH} images and step size {STEP_SIZE:g}. The exact Gauss-Newton diagonal of every layer's weight
-as a multiple of HesScaleGN's: by the sums of both, and quantiles of its entries.
+as a multiple of HesScaleGN's: by the sums of both, and quantiles of entries where HesScaleGN's is not zero.
 
 {table(columns, [list(map(str, row)) for row in rows])}
 """

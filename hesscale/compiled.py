@@ -131,8 +131,8 @@ class CompiledStep:
 
 
 CROWDED = (
-    f"there have been more than {MOST_GRAPHS} kinds of batches, options of the optimizer and attributes of the model; "
-    "pass numbers that change as tensors"
+    f"there have been more than {MOST_GRAPHS} kinds of batches, options of the optimizer, attributes of the model, and values "
+    "that the loss names; pass numbers that change as tensors"
 )
 
 

@@ -96,7 +96,6 @@ class Members:
         """All members must consist of the same, and share none of it."""
         for k, member in enumerate(self.members):
             check_alike(self.first, member, k)
-            member.replaced = self.first.replaced
         if len({id(p) for member in self.members for p in member.trained}) < len(self.members) * len(self.first.trained):
             raise ValueError("two members share parameters; give each a model of its own")
         self.looks, self.seen = [member.looks for member in self.members], []
@@ -204,6 +203,8 @@ class Members:
         return layouts[0]
 
     def settle(self) -> bool:
+        for member in self.members:  # of which only the first is traced
+            member.replaced = self.first.replaced
         moved = [member for member in self.members if member.settle()]
         if moved:
             self.seen = []

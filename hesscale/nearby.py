@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dis
 import sys
 from collections import deque
 from collections.abc import Iterator
 from functools import partial
+from itertools import chain, islice
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -49,13 +51,12 @@ class Near:
         if isinstance(thing, FunctionType):
             return self.variables_of(thing)
         if isinstance(thing, dict):
-            keys = list(thing)[:MOST_ENTRIES]
-            self.entries += [(thing, key) for key in keys]
-            return [thing[key] for key in keys]
+            self.entries += [(thing, key) for key in islice(dict.keys(thing), MOST_ENTRIES)]
+            return entries_of(thing)
         if isinstance(thing, (list, tuple, deque)):
             if not isinstance(thing, tuple):
                 self.boxes.append(thing)
-            return list(thing)[:MOST_ENTRIES]
+            return entries_of(thing)
         if isinstance(thing, (type, ModuleType)):
             return [] if is_of_a_library(thing) else self.named_in(thing)
         if hasattr(thing, "__dict__") or hasattr(thing, "__slots__"):
@@ -105,37 +106,48 @@ class Near:
         defaults = function.__defaults__, function.__kwdefaults__
         return [*defaults, *[cell.cell_contents for cell in cells], *values.values()]
 
-    def keep_named(self, function: Any, model: nn.Module) -> None:
+    def keep_named(self, function: Any) -> None:
         """Of attributes and entries, forget those whose names do not stand in a function, but for those of modules that do.
 
-        Lists and dicts are kept that the function has by name, and those in them; of a dict only keys that stand there, if any.
-        The parts of ``model`` are none of its business.
+        Lists and dicts are kept that the function has by name, and those in them.
         """
-        held: list[Any] = []
+        given: list[Any] = []
         while isinstance(function, (partial, MethodType)):
-            held += [*function.args, *function.keywords.values()] if isinstance(function, partial) else []
+            given += [*function.args, *function.keywords.values()] if isinstance(function, partial) else []
             function = function.func if isinstance(function, partial) else function.__func__
         code = written_in(function)
         names = names_in(code) if code else set()
         self.entries = [(holder, key) for holder, key in self.entries if key in names]
-        held += [*[cell.cell_contents for cell in self.cells], *[holder.get(key) for holder, key in self.entries]]
-        held += [getattr(holder, name, None) for holder, name in self.attributes if name in names]
-        held += [part for value in held for part in parts_of_box(value)]
+        named = named_variables(code) if code else []
+        named += [(name, getattr(holder, name, None)) for holder, name in self.attributes if name in names]
+        if code:
+            given += [*(code.__defaults__ or ()), *(code.__kwdefaults__ or {}).values()]
+        given += [holder.get(key) for holder, key in self.entries if code is None or holder is not code.__globals__]
+        given += [part for value in (*given, *[value for _, value in named]) for part in entries_of(value)]
+        held = [*given, *[value for _, value in named]]
         modules = [module for value in held if isinstance(value, nn.Module) for module in value.modules()]
-        kept = {id(holder) for holder in (function, code, *modules)} - {id(module) for module in model.modules()}
+        kept = {id(holder) for holder in (function, code, *modules)}
         self.attributes = [(holder, k) for holder, k in self.attributes if k in names or id(holder) in kept]
-        boxes = {id(value): value for value in held if isinstance(value, (list, deque, dict))}.values()
-        keys = constants_in(code) if code and not names & OF_WHOLE_DICTS else set()
-        by_key = [box for box in boxes if isinstance(box, dict) and not keys.isdisjoint(box)]
-        self.entries += [(box, key) for box in by_key for key in keys]
-        self.boxes = [box for box in boxes if not any(box is other for other in by_key)]
+        given += [getattr(holder, name, None) for holder, name in self.attributes if id(holder) in kept]
+        self.keep_boxes(code, given, named)
+
+    def keep_boxes(self, code: FunctionType | None, given: list[Any], named: list[tuple[str, Any]]) -> None:
+        """Of a dict that a function has by name, and only takes known keys from, note these; of other boxes all they hold."""
+        self.boxes = list({id(value): value for value in given if isinstance(value, (list, deque, dict))}.values())
+        others = {id(value): value for _, value in named if isinstance(value, (list, deque, dict))}
+        for box in [box for box in others.values() if not any(box is other for other in self.boxes)]:
+            keys = [keys_taken(code, name) if code else None for name, value in named if value is box]
+            if isinstance(box, dict) and None not in keys:
+                self.entries += [(box, key) for some in keys if some for key in some]
+            else:
+                self.boxes.append(box)
 
     def values(self) -> tuple[object, ...]:
         """What is there now, to compare with later."""
         found = [known(cell.cell_contents) for cell in self.cells]
-        found += [known(holder.get(key)) for holder, key in self.entries]
+        found += [known(dict.get(holder, key, Near)) for holder, key in self.entries]
         found += [known(getattr(holder, name, None)) for holder, name in self.attributes]
-        found += [known((len(box), *parts_of_box(box))) for box in self.boxes]
+        found += [known(tuple([part for part in entries_of(box) if not isinstance(part, Tensor)])) for box in self.boxes]
         return tuple(found)
 
 
@@ -145,11 +157,34 @@ def written_in(thing: Any) -> FunctionType | None:
     return next((each for each in found if isinstance(each, FunctionType) and not is_of_a_library(each)), None)
 
 
-def parts_of_box(value: Any) -> list[Any]:
-    """What a list, tuple or dict holds, with keys."""
+def entries_of(value: Any) -> list[Any]:
+    """The first that a list, tuple or dict holds, with keys."""
     if isinstance(value, dict):
-        return [part for item in list(value.items())[:MOST_ENTRIES] for part in item]
-    return list(value)[:MOST_ENTRIES] if isinstance(value, (list, tuple, deque)) else []
+        return list(chain.from_iterable(islice(dict.items(value), MOST_ENTRIES)))
+    return list(islice(value, MOST_ENTRIES)) if isinstance(value, (list, tuple, deque)) else []
+
+
+def named_variables(function: FunctionType) -> list[tuple[str, Any]]:
+    """The variables of a function that are not its own, with their values."""
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    around = [(name, cell.cell_contents) for name, cell in cells if cell != CellType()]
+    return around + [(name, function.__globals__[name]) for name in sorted(names_in(function) & function.__globals__.keys())]
+
+
+def keys_taken(function: FunctionType, name: str) -> set[Any] | None:
+    """The keys by which a function reads and writes the dict of that name; None if it does anything else with it."""
+    found = set()
+    for code in codes_of(function.__code__):
+        steps = [step for step in dis.get_instructions(code) if step.opname not in ("CACHE", "NOP", "EXTENDED_ARG")]
+        for first, key, then in zip(steps, [*steps[1:], *steps[-1:]], [*steps[2:], *steps[-1:] * 2], strict=True):
+            words = first.argval if isinstance(first.argval, tuple) else (first.argval,)
+            if name not in words or not first.opname.startswith("LOAD") or first.opname in ("LOAD_CONST", "LOAD_CLOSURE"):
+                continue
+            is_taken = then.opname in ("BINARY_SUBSCR", "STORE_SUBSCR") or (then.opname == "BINARY_OP" and then.argrepr == "[]")
+            if first.argval != name or key.opname not in ("LOAD_CONST", "LOAD_SMALL_INT") or not is_taken:
+                return None
+            found.add(key.argval)
+    return found or None
 
 
 def own_attributes(thing: Any) -> dict[str, Any]:
@@ -163,7 +198,6 @@ def names_of_slots(kind: type) -> list[str]:
     return [slots] if isinstance(slots, str) else [name for name in slots if name[:2] != "__"]
 
 
-OF_WHOLE_DICTS = {"keys", "values", "items", "copy", "pop", "popitem"}
 DESCRIPTORS = (property, classmethod, staticmethod)
 
 
@@ -178,11 +212,6 @@ def names_in(function: FunctionType) -> set[str]:
     """The names and words that stand in a function, and in those that it defines."""
     codes = codes_of(function.__code__)
     return {name for code in codes for name in (*code.co_names, *code.co_consts) if isinstance(name, str)}
-
-
-def constants_in(function: FunctionType) -> set[Any]:
-    """Numbers and words that stand in a function."""
-    return {value for code in codes_of(function.__code__) for value in code.co_consts if isinstance(value, (str, int))}
 
 
 def codes_of(code: CodeType) -> Iterator[CodeType]:

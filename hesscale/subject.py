@@ -72,7 +72,7 @@ class Trained(Protocol):
     def arranged(self, run: Run) -> Run: ...
 
 
-MOST_LOOKS = 32
+MOST_LOOKS = 4  # whose objects live on
 CIRCUMSTANCES = (
     "",
     "options",
@@ -109,8 +109,9 @@ class Subject:
     def look_near(self) -> None:
         """See which plain values the loss refers to, and what they are."""
         self.near = Near()
+        self.near.met.update(map(id, self.model.modules()))  # which are looked at anyway
         self.near.look_at(self.loss_fn)
-        self.near.keep_named(self.loss_fn, self.model)
+        self.near.keep_named(self.loss_fn)
         self.near_now = self.near.values()
 
     def look(self) -> None:
@@ -335,8 +336,7 @@ class Subject:
 
     def outlines(self) -> list[object]:
         """What parameters and buffers are that change in place."""
-        tensors = [*self.trained, *[place.get() for place in self.buffer_places]]
-        return [*[tensor.shape for tensor in tensors], *map(Tensor.stride, tensors)]
+        return [(tensor.shape, tensor.stride()) for tensor in (*self.trained, *[place.get() for place in self.buffer_places])]
 
     def others(self) -> list[Any]:
         """Buffers, the optimizer's state and its counters."""

@@ -133,7 +133,7 @@ def is_real(value: Any) -> bool:
     return not torch._C._functorch.is_functorch_wrapped_tensor(value)
 
 
-CLAMPS = {"maximum": "clamp_min", "minimum": "clamp_max"}  # by a number
+CLAMPS = {"maximum": "clamp_min", "minimum": "clamp_max"}  # by numbers
 
 
 def apply_to_each(name: str, *args: Any, **kwargs: Any) -> list[Tensor] | None:
@@ -144,7 +144,7 @@ def apply_to_each(name: str, *args: Any, **kwargs: Any) -> list[Tensor] | None:
         kwargs["value"] = given.pop()
     elif name.startswith("lerp") and isinstance(given[2], Tensor):
         given[2] = given[2].to(given[0][0].dtype)
-    elif name.removesuffix("_") in CLAMPS and isinstance(given[1], (int, float)):
+    elif name.removesuffix("_") in CLAMPS and not any(isinstance(t, Tensor) for t in pytree.tree_leaves(given[1])):
         name = name.replace(name.removesuffix("_"), CLAMPS[name.removesuffix("_")])
     operator = getattr(Tensor if in_place else torch, name, None) or functools.partial(written_back, name.removesuffix("_"))
     count = next(len(arg) for arg in given if isinstance(arg, (list, tuple)))

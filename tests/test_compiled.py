@@ -22,6 +22,7 @@ import hesscale
 from hesscale import compiled
 from hesscale.errors import CompileWarning, NonFiniteError
 from hesscale.holdings import clusters
+from hesscale.nearby import Near
 
 pytestmark = pytest.mark.usefixtures("double_precision")
 has_compiler = pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="no C++ compiler")
@@ -624,7 +625,7 @@ def test_looks_of_long_ago_are_forgotten():
     for _ in range(40):
         model.function = functools.partial(torch.tanh)
         train(step, batches(1))
-    assert len(step.subject.known_looks) == 32
+    assert len(step.subject.known_looks) == 4  # or old models would live on
     assert step.subject.looks == 41
 
 
@@ -1539,17 +1540,78 @@ class TestSurroundings:
 
         self.check(loss_fn, change)
 
-    def test_other_entries_make_no_new_graph(self):
-        settings, model = {"weight": 1.0, "step": 0}, self.model()
+    def test_a_key_beside_others_that_are_not_named(self):
+        weights = {0: 1.0, 1: 1.0, "ce": 1.0, None: 1.0, ("a", 1): 1.0}
+
+        def all_of_them(model, x):
+            return sum(weights[key] for key in weights) * weights["ce"] * model(x)[:, 0].square().mean()
+
+        def unusual_keys(model, x):
+            return weights[("a", 1)] * weights["ce"] * weights[None] * model(x).square().mean()
+
+        def given_back(model, x):
+            return (lambda: weights)()[1] * weights["ce"] * model(x).square().mean()
+
+        self.check(all_of_them, lambda i: weights.update({1: float(i)}))
+        self.check(unusual_keys, lambda i: weights.update({None: float(i)}))
+        self.check(unusual_keys, lambda i: weights.update({("a", 1): float(i)}))
+        self.check(given_back, lambda i: weights.update({1: float(i)}))
+
+    def test_an_entry_that_goes(self):
+        settings = {"weight": None}
 
         def loss_fn(model, x):
-            return settings["weight"] * model(x).square().mean()
+            return (2 if "weight" in settings else 1) * model(x).square().mean()
+
+        self.check(loss_fn, lambda i: settings.pop("weight") if i == 3 else settings.update(weight=None))
+
+    def test_boxes_of_a_criterion_and_of_defaults(self):
+        class Criterion(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.weights, self.settings = [1.0], {"a": 1.0}
+
+            def forward(self, output):
+                return self.weights[0] * self.settings["a"] * output.square().mean()
+
+        criterion, default = Criterion(), [1.0]
+
+        def loss_fn(model, x, weights=default):
+            return weights[0] * criterion(model(x))
+
+        self.check(loss_fn, lambda i: criterion.weights.__setitem__(0, float(i)))
+        self.check(loss_fn, lambda i: criterion.settings.update(a=float(i)))
+        self.check(loss_fn, lambda i: default.__setitem__(0, float(i)))
+
+    @pytest.mark.parametrize("kind", ["a list", "a list in a dict", "an entry", "other entries"])
+    def test_logs_make_no_new_graph(self, kind):
+        """Of tensors, by the loss, and of anything else, by the loop under other keys."""
+        history, metrics, settings, model = [], collections.defaultdict(list), {"weight": 1.0, "step": 0}, self.model()
+
+        def loss_fn(model, x):
+            loss = settings["weight"] * model(x).square().mean()
+            if kind == "a list":
+                history.append(loss.detach())
+            elif kind == "a list in a dict":
+                metrics["loss"].append(loss.detach())
+            elif kind == "an entry":
+                settings["loss"] = model(x).max(1).values.detach()
+            return loss
 
         step = hesscale.compile_step(model, loss_fn, hesscale.AdaHesScale(model.parameters(), lr=0.01), backend="traced")
-        for _ in range(5):
+        for _ in range(20):
             settings["step"] += 1
-            step(torch.ones(2, 3, dtype=torch.float64))
-        assert len(step.graphs) == 1
+            history.append(step(torch.ones(2, 3, dtype=torch.float64)))
+        assert step.mode == "traced"
+        assert len(step.graphs) <= 2  # an entry that comes is another kind of step
+
+    def test_long_lists_take_no_longer(self):
+        box = list(range(10**6))
+        near = Near()
+        near.look_at(lambda: box[0])
+        near.keep_named(lambda: box[0])
+        assert near.boxes == [box]
+        assert len(near.values()[-1]) <= 66
 
     def test_what_it_does_not_name_makes_no_new_graph(self):
         class Trainer:

@@ -376,6 +376,33 @@ def test_buffers_that_models_replace():
     Runs(lambda p, k: ada(p, k, curvature_every=2), network=Averaging).train(data(10)).check()
 
 
+class Last(nn.Module):
+    """Keeps the batch itself, in the place of a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.scales = nn.Linear(3, 2), [1.0]
+        self.register_buffer("last", torch.zeros(8, 3))
+
+    def forward(self, x):
+        result = self.layer(x + self.last) * self.scales[0]
+        self.last = x
+        return result
+
+
+def test_batches_that_models_keep_stay_as_they_are(how):
+    models = [Last() for _ in range(2)]
+    optimizers = [ada(model.parameters()) for model in models]
+    step = hesscale.func.ensemble(models, lambda m, x, y: F.cross_entropy(m(x), y), optimizers, how=how, backend="traced")
+    data = [torch.full((2, 8, 3), float(i)) for i in range(5)]
+    for batch in data:
+        for model in models:
+            model.scales = [1.0]  # an equal list
+        step(batch, torch.zeros(2, 8, dtype=torch.long))
+    for i, batch in enumerate(data):
+        assert (batch == i).all()
+
+
 def test_dropout_differs_between_members():
     models = [nn.Sequential(nn.Dropout(0.5), nn.Linear(50, 1)) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())

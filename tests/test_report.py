@@ -155,6 +155,7 @@ class TestEarlier:
     def test_the_same_again_is_not_shown_twice(self, folder):
         account = accounts()[1]
         summary = json.loads((folder / "summary.json").read_text())["cost"]
+        summary["settings"] = account.settings
         assert all(not earlier for _, _, earlier in self.beside(account, summary))
         (table,) = [item for item in account.items if isinstance(item, Table)]
         assert len(table.rows) == 2
@@ -175,10 +176,23 @@ class TestEarlier:
         table, plot = found.items
         assert [row[0] for row in table.rows] == ["Adam", "Adam, earlier", "SGD"]
         assert [series.label for series in plot.series] == ["Adam, earlier", "SGD"]
-        expected = (
-            "Beside these runs, an earlier report's. Its settings: epochs 2, 1 (here not known); task x (here not known). Text."
-        )
+        settings = "epochs 2, 1 (here not known); task x (here not known)"
+        expected = f"Beside these runs, those of earlier reports. Settings there: {settings}. Text."
         assert found.sections[0].text == expected
+
+    def test_the_same_command_at_another_time_is_named(self):
+        account = accounts()[1]
+        shown = {"costs": {"header": ["method", "ms"], "rows": [["c", "3"]]}}
+        set_beside(account, {"command": account.command, "settings": account.settings, "commit": "older", "shown": shown})
+        assert account.earlier[0]["commit"] == "older"
+
+    def test_what_other_settings_gave_is_called_earlier(self):
+        account = accounts()[1]
+        account.settings = {"seed": "0, 1", "task": "x"}
+        shown = {"costs": {"header": ["method", "ms"], "rows": [["c", "3"]]}}
+        set_beside(account, {"command": "", "settings": {"seed": "2", "task": "y"}, "shown": shown})
+        (table,) = [item for item in account.items if isinstance(item, Table)]
+        assert [row[0] for row in table.rows] == ["a | b", "<i>", "c, earlier"]
 
     def test_rows_with_other_columns(self):
         """Of which some have the same name."""
@@ -513,7 +527,7 @@ class TestReport:
         assert "from an earlier report (2 of 2 runs finished):\n\n    hesscale squares --seeds 2\n" in text
         page = (tmp_path / "both" / "index.html").read_text()
         assert "<pre>hesscale squares --seeds 2</pre>" in page
-        assert "<p>Beside these runs, an earlier report&#x27;s. Its settings: seed 1, 2 (here 3).</p>" in page
+        assert "<p>Beside these runs, those of earlier reports. Settings there: seed 1, 2 (here 3).</p>" in page
         self.ask(store, 4, done=(4,))
         report(store, [], tmp_path / "thrice", page=False, beside=tmp_path / "both" / "summary.json")
         thrice = json.loads((tmp_path / "thrice" / "summary.json").read_text())["squares"]
@@ -545,7 +559,7 @@ class TestReport:
         path.write_text(text)
         with pytest.raises(ValueError, match=r"summary.json is no summary that a report wrote"):
             report(store, [], tmp_path / "out", beside=path)
-        with pytest.raises(ValueError, match=r"nowhere is no summary that a report wrote"):
+        with pytest.raises(ValueError, match=r"there is no .*nowhere: `hesscale report` writes one"):
             report(store, [], tmp_path / "out", beside=tmp_path / "nowhere")
 
     @pytest.mark.parametrize(

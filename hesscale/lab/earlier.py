@@ -39,6 +39,8 @@ def read_summary(path: Path) -> dict[str, Facts]:
             )
             for earlier in facts.get("earlier", []):
                 check_facts(earlier)
+    except FileNotFoundError:
+        raise ValueError(f"there is no {file}: `hesscale report` writes one") from None
     except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{file} is no summary that a report wrote ({error!r})") from None
     return dict(found)
@@ -80,16 +82,17 @@ def set_beside(account: Account, summary: Facts) -> None:
     items = [item for item in account.items if isinstance(item, (Plot, Table)) and kinds[type(item)] in shown.get(item.name, ())]
     if not items:
         raise ValueError(f"the summary shows nothing of {account.name} that these runs show: {', '.join(shown)}")
-    here = {label for item in items for label in labels_of(describe_labels(item))}
-    there = [label for item in items for label in labels_of(shown[item.name])]
-    names = renamed(there, here)
+    here = {label for item in items for label in labels_of(item)}
+    there = [label for item in items for label in labels_shown(shown[item.name])]
+    names = renamed(there, here, is_other=is_other(account.settings, summary.get("settings", {})))
     for item in items:
         if isinstance(item, Plot):
             add_series(item, shown[item.name], names)
         else:
             add_rows(item, shown[item.name], names)
     before = [{name: summary[name] for name in FACTS if name in summary}, *summary.get("earlier", [])]
-    account.earlier += [facts for facts in before if facts["command"] != account.command]
+    own = {"command": account.command, "settings": account.settings, **account.made}
+    account.earlier += [facts for facts in before if facts != own]
     for section in account.sections:
         if any(item in items for item in section.items):
             say(section, account)
@@ -99,7 +102,7 @@ def say(section: Section, account: Account) -> None:
     """What a section has of others, where it is read first."""
     others = [text for facts in account.earlier if (text := differences(account, facts))]
     if account.earlier:
-        section.text = " ".join(["Beside these runs, an earlier report's.", *others, section.text])
+        section.text = " ".join(["Beside these runs, those of earlier reports.", *others, section.text])
 
 
 def differences(account: Account, earlier: Facts) -> str:
@@ -109,22 +112,28 @@ def differences(account: Account, earlier: Facts) -> str:
         own, other = (settings.get(name, "not known") for settings in (account.settings, there))
         if set(own.split(", ")) != set(other.split(", ")):
             found.append(f"{name} {other} (here {own})")
-    return f"Its settings: {'; '.join(found)}." if found else ""
+    return f"Settings there: {'; '.join(found)}." if found else ""
 
 
-def describe_labels(item: Plot | Table) -> Facts:
-    return {"rows": item.rows} if isinstance(item, Table) else {"series": [{"label": series.label} for series in item.series]}
+def labels_of(item: Plot | Table) -> list[str]:
+    return [row[0] for row in item.rows] if isinstance(item, Table) else [series.label for series in item.series]
 
 
-def labels_of(shown: Facts) -> list[str]:
-    return [row[0] for row in shown["rows"]] if "rows" in shown else [found["label"] for found in shown.get("series", [])]
+def labels_shown(shown: Facts) -> list[str]:
+    return [row[0] for row in shown["rows"]] if "rows" in shown else [found["label"] for found in shown["series"]]
 
 
-def renamed(labels: Sequence[str], here: set[str]) -> dict[str, str]:
+def is_other(here: Mapping[str, str], there: Mapping[str, str]) -> bool:
+    """Whether all runs there have another value of some setting than all runs here."""
+    shared = [(here[name], there[name]) for name in here.keys() & there.keys()]
+    return any(own != other and "," not in own + other for own, other in shared)
+
+
+def renamed(labels: Sequence[str], here: set[str], is_other: bool) -> dict[str, str]:
     """What to call those of a summary, so that each is told from those that are here and from the others."""
     names: dict[str, str] = {}
     for label in labels:
-        name = label
+        name = f"{label}, earlier" if is_other else label
         while label not in names and name in here | set(names.values()):
             name += ", earlier"
         names.setdefault(label, name)

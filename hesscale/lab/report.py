@@ -117,9 +117,9 @@ def add_earlier(accounts: Sequence[Account], before: dict[str, dict[str, Any]], 
     shared = [account for account in accounts if account.name in before]
     if not shared:
         raise ValueError(f"{beside} is about {', '.join(before)}, not about {', '.join(account.name for account in accounts)}")
-    shown = {account.name: {item.name for item in account.items} for account in shared}
+    shown = {account.name: {item.name for item in account.items if not isinstance(item, Heat)} for account in shared}
     lost = [f"{name}: {item}" for name, found in before.items() for item in found["shown"] if item not in shown.get(name, ())]
-    if lost and summary_file(beside).absolute() == (folder / "summary.json").absolute():
+    if lost and summary_file(beside).resolve() == (folder / "summary.json").resolve():
         raise ValueError(f"writing to {folder} would lose what only its summary has: {', '.join(lost)}; use another --out")
     for account in shared:
         if account.items:
