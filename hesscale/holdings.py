@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from operator import itemgetter
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -169,43 +169,35 @@ class Shared(CannotTrace, KeyError):
     __str__ = RuntimeError.__str__
 
 
-def overlapping(groups: Iterable[Iterable[Tensor]]) -> int | None:
-    """The number of a group with a tensor that lies where one of a group before it does."""
-    spans = [(str(t.device), *span_of(t), k) for k, tensors in enumerate(groups) for t in tensors if t.numel()]
-    last = other = ("", 0, -1)  # the span that ends last, and that of other groups which does
-    for device, start, end, k in sorted(spans):
-        for place, until, owner in (last, other):
-            if owner != k and (place, until) > (device, start):
-                return max(k, owner)
-        if (device, end) > last[:2]:
-            last, other = (device, end, k), last if last[2] != k else other
-        elif k != last[2]:
-            other = max(other, (device, end, k))
-    return None
-
-
-def clusters(tensors: list[Tensor]) -> tuple[int, ...]:
-    """For each tensor, the number of the first in memory before which nothing ends and with which it hangs together."""
+def clusters(tensors: Iterable[Tensor]) -> tuple[int, ...]:
+    """A number for each tensor, the same for those whose memory hangs together."""
     spans = sorted([(str(t.device), *span_of(t), i) for i, t in enumerate(tensors)])
-    found, until, first = [0] * len(tensors), ("", 0), 0
+    found, until, first = [0] * len(spans), ("", 0), 0
     for device, start, end, i in spans:
-        if (device, start) >= until:
-            first = i
+        if start == end:  # of nothing
+            found[i] = i
+            continue
+        first = i if (device, start) >= until else first
         found[i], until = first, max(until, (device, end))
     return tuple(found)
 
 
+def overlapping(groups: Iterable[Iterable[Tensor]]) -> int | None:
+    """The number of a group with a tensor that lies where one of a group before it does."""
+    pairs = [(k, tensor) for k, tensors in enumerate(groups) for tensor in tensors]
+    owners: dict[int, int] = {}
+    for (k, _), cluster in zip(pairs, clusters(tensor for _, tensor in pairs), strict=True):
+        if owners.setdefault(cluster, k) != k:
+            return k
+    return None
+
+
 def check_apart(parameters: list[Tensor], buffers: list[Tensor]) -> None:
     """No parameter may lie where another or a buffer does: a graph changes each by itself."""
-    spans = [
-        (str(t.device), *span_of(t), t is p)
-        for t, p in zip((*parameters, *buffers), (*parameters, *[None] * len(buffers)), strict=True)
-    ]
-    ends = {True: ("", 0), False: ("", 0)}  # of parameters, and of buffers, that begin before
-    for device, start, end, is_parameter in sorted(spans):
-        if start < end and max([ends[True], *[ends[False]] * is_parameter]) > (device, start):
-            raise Shared("two parameters, or a parameter and a buffer, share memory: make them one nn.Parameter")
-        ends[is_parameter] = max(ends[is_parameter], (device, end))
+    found = clusters([*parameters, *buffers])
+    counts = Counter(found)
+    if any(counts[cluster] > 1 for cluster in found[: len(parameters)]):
+        raise Shared("two parameters, or a parameter and a buffer, share memory: make them one nn.Parameter")
 
 
 def span_of(tensor: Tensor) -> tuple[int, int]:

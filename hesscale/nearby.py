@@ -122,7 +122,7 @@ class Near:
         named += [(name, getattr(holder, name, None)) for holder, name in self.attributes if name in names]
         if code:
             given += [*(code.__defaults__ or ()), *(code.__kwdefaults__ or {}).values()]
-        given += [holder.get(key) for holder, key in self.entries if code is None or holder is not code.__globals__]
+        given += [dict.get(holder, key) for holder, key in self.entries if code is None or holder is not code.__globals__]
         given += [part for value in (*given, *[value for _, value in named]) for part in entries_of(value)]
         held = [*given, *[value for _, value in named]]
         modules = [module for value in held if isinstance(value, nn.Module) for module in value.modules()]

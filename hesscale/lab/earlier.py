@@ -94,7 +94,7 @@ def set_beside(account: Account, summary: Facts) -> None:
     own = {"command": account.command, "settings": account.settings, **account.made}
     account.earlier += [facts for facts in before if facts != own]
     for section in account.sections:
-        if any(item in items for item in section.items):
+        if any(item is other for item in section.items for other in items):
             say(section, account)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .drawing import save_figure
-from .earlier import read_summary, set_beside, summary_file
+from .earlier import NUMBERS, read_summary, set_beside, summary_file
 from .experiment import Experiment, experiments
 from .files import write_whole
 from .interactive import number, numbers
@@ -238,7 +238,7 @@ def describe_series(series: Series) -> dict[str, Any]:
     """Its numbers, and how it is drawn where that is not as usual."""
     look = {"kind": series.kind, "colour": series.colour, "dashed": series.dashed}
     usual = {"kind": "line", "colour": None, "dashed": False}
-    values = {name: found for name in ("x", "y", "low", "high") if (found := getattr(series, name)) is not None}
+    values = {name: found for name in NUMBERS if (found := getattr(series, name)) is not None}
     return (
         {"label": series.label}
         | {name: value for name, value in look.items() if value != usual[name]}
