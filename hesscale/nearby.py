@@ -138,7 +138,7 @@ class Near:
         for box in [box for box in others.values() if not any(box is other for other in self.boxes)]:
             keys = [keys_taken(code, name) if code else None for name, value in named if value is box]
             if isinstance(box, dict) and None not in keys:
-                self.entries += [(box, key) for some in keys if some for key in some]
+                self.entries += [(box, key) for some in keys for key in some or ()]
             else:
                 self.boxes.append(box)
 
@@ -178,13 +178,13 @@ def keys_taken(function: FunctionType, name: str) -> set[Any] | None:
         steps = [step for step in dis.get_instructions(code) if step.opname not in ("CACHE", "NOP", "EXTENDED_ARG")]
         for first, key, then in zip(steps, [*steps[1:], *steps[-1:]], [*steps[2:], *steps[-1:] * 2], strict=True):
             words = first.argval if isinstance(first.argval, tuple) else (first.argval,)
-            if name not in words or not first.opname.startswith("LOAD") or first.opname in ("LOAD_CONST", "LOAD_CLOSURE"):
-                continue
+            if name not in words or not first.opname.startswith("LOAD") or first.opname == "LOAD_CLOSURE":
+                continue  # as a word it may be one for getattr
             is_taken = then.opname in ("BINARY_SUBSCR", "STORE_SUBSCR") or (then.opname == "BINARY_OP" and then.argrepr == "[]")
             if first.argval != name or key.opname not in ("LOAD_CONST", "LOAD_SMALL_INT") or not is_taken:
                 return None
             found.add(key.argval)
-    return found or None
+    return found
 
 
 def own_attributes(thing: Any) -> dict[str, Any]:

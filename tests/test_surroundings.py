@@ -188,6 +188,21 @@ class TestSurroundings:
         self.check(unusual_keys, lambda i: weights.update({("a", 1): float(i)}))
         self.check(given_back, lambda i: weights.update({1: float(i)}))
 
+    def test_a_dict_that_is_named_in_words(self):
+        class Trainer:
+            def __init__(self):
+                self.weights = {"a": 1.0, "b": 1.0}
+
+            def by_word(self, model, x):
+                return getattr(self, "weights")["a"] * model(x).square().mean()  # noqa: B009
+
+            def both_ways(self, model, x):
+                return getattr(self, "weights")["a"] * self.weights["b"] * model(x).square().mean()  # noqa: B009
+
+        trainer = Trainer()
+        for loss_fn in (trainer.by_word, trainer.both_ways):
+            self.check(loss_fn, lambda i: trainer.weights.update(a=float(i)))
+
     def test_an_entry_that_goes(self):
         settings = {"weight": None}
 
