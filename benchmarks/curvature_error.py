@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 import hesscale
 from hesscale.estimators import estimate
-from hesscale.lab.files import write_whole
+from hesscale.experiments.lab.files import write_whole
 from hesscale.optim import AdaHesScale, AdaHesScaleGN
 
 BATCH = 64  # images that a diagonal is computed for

@@ -37,11 +37,11 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(f"this benchmark needs {error.name}: pip install 'hesscale[rl]'") from None
 
-from hesscale.bench.measure import digits, message, quartiles, ratios, silence
-from hesscale.bench.methods import LeftOut
-from hesscale.bench.report import table
-from hesscale.rl.robots import ROBOTS
-from hesscale.rl.simulators import environments
+from hesscale.experiments.bench.measure import digits, message, quartiles, ratios, silence
+from hesscale.experiments.bench.methods import LeftOut
+from hesscale.experiments.bench.report import table
+from hesscale.experiments.rl.robots import ROBOTS
+from hesscale.experiments.rl.simulators import environments
 
 Array = Any  # of numpy
 
@@ -281,7 +281,7 @@ WAYS = {
     "unwrapped": Way("the same without wrappers", lambda course: Loop(course, wrapped=False)),
     "sync": Way("gymnasium's SyncVectorEnv", Sync),
     "envpool": Way("envpool, one thread", EnvPool),
-    "ours": Way("`hesscale.rl`", Ours),
+    "ours": Way("`hesscale.experiments.rl`", Ours),
     "rollout": Way("`mujoco.rollout`, observations and rewards in numpy", lambda course: Rollout(course, judged=True)),
     "rollout-alone": Way("`mujoco.rollout` alone", Rollout),
     "simulator": Way("`mj_step` alone", Simulator),

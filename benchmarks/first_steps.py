@@ -25,11 +25,11 @@ from records import header, made_by, save
 from torch import Tensor
 
 import hesscale
-from hesscale.bench.measure import digits, message
-from hesscale.bench.report import table
-from hesscale.lab.download import DataError
-from hesscale.vision.images import Images, load_images
-from hesscale.vision.problems import PROBLEMS
+from hesscale.experiments.bench.measure import digits, message
+from hesscale.experiments.bench.report import table
+from hesscale.experiments.lab.download import DataError
+from hesscale.experiments.vision.images import Images, load_images
+from hesscale.experiments.vision.problems import PROBLEMS
 
 CASES = (  # network, padding, precision
     ("cifar100-3c3d", "deepobs", "float32"),

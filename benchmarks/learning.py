@@ -28,10 +28,10 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hesscale.bench.workloads import mlp
 from hesscale.errors import NonFiniteError
-from hesscale.lab.files import write_whole
-from hesscale.lab.store import seeded
+from hesscale.experiments.bench.workloads import mlp
+from hesscale.experiments.lab.files import write_whole
+from hesscale.experiments.lab.store import seeded
 from hesscale.optim import BL89, GGNMC, AdaHesScale, AdaHesScaleGN, AdaHessian, Adam
 
 Maker = Callable[..., torch.optim.Optimizer]  # of parameters, a step size and, where it draws, a generator

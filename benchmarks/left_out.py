@@ -24,12 +24,12 @@ from records import header, made_by, save
 from torch import Tensor, nn
 
 import hesscale
-from hesscale.bench.measure import digits, message
-from hesscale.bench.report import table
 from hesscale.estimators import estimate
-from hesscale.lab.download import DataError
-from hesscale.vision.images import Images, load_images
-from hesscale.vision.problems import PROBLEMS
+from hesscale.experiments.bench.measure import digits, message
+from hesscale.experiments.bench.report import table
+from hesscale.experiments.lab.download import DataError
+from hesscale.experiments.vision.images import Images, load_images
+from hesscale.experiments.vision.problems import PROBLEMS
 
 CASES = (  # network, padding
     ("mnist-mlp", "deepobs"),

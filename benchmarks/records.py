@@ -10,8 +10,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from hesscale.lab.files import write_whole
-from hesscale.lab.machine import commit, machine
+from hesscale.experiments.lab.files import write_whole
+from hesscale.experiments.lab.machine import commit, machine
 
 PACKAGES = ("gymnasium", "mujoco", "envpool", "stable_baselines3", "numpy")  # whose versions numbers may depend on
 

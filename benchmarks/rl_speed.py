@@ -27,13 +27,13 @@ import torch
 from environments import interleaved
 from records import header, made_by, save
 
-from hesscale.bench.measure import digits, message, quartiles, ratios, silence
-from hesscale.bench.methods import LeftOut
-from hesscale.bench.report import table
-from hesscale.bench.targets import spread
-from hesscale.rl.a2c import A2C
-from hesscale.rl.config import OPTIMIZERS, Config
-from hesscale.rl.ppo import PPO
+from hesscale.experiments.bench.measure import digits, message, quartiles, ratios, silence
+from hesscale.experiments.bench.methods import LeftOut
+from hesscale.experiments.bench.report import table
+from hesscale.experiments.bench.targets import spread
+from hesscale.experiments.rl.a2c import A2C
+from hesscale.experiments.rl.config import OPTIMIZERS, Config
+from hesscale.experiments.rl.ppo import PPO
 
 ENVIRONMENTS = ("HalfCheetah-v5", "Hopper-v5", "InvertedDoublePendulum-v5", "CartPole-v1")
 ALGORITHMS = {"ppo": PPO, "a2c": A2C}

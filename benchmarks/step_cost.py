@@ -16,7 +16,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent.parent))  # from a checkout that is not installed, too
 
-from hesscale.bench import main
+from hesscale.experiments.bench import main
 
 if __name__ == "__main__":
     main()

@@ -24,14 +24,14 @@ if __name__ == "__main__":
 import torch
 from records import header, made_by, save
 
-from hesscale.bench.measure import digits, message, quartiles, ratios
-from hesscale.bench.report import table
-from hesscale.experiments.supervised import PAPER, Settings, tasks
-from hesscale.vision.config import OPTIMIZERS, Task
-from hesscale.vision.images import Images, Split
-from hesscale.vision.members import PRECISIONS, Epoch, Members
-from hesscale.vision.problems import PROBLEMS
-from hesscale.vision.trainer import draw_all, members_of
+from hesscale.experiments.bench.measure import digits, message, quartiles, ratios
+from hesscale.experiments.bench.report import table
+from hesscale.experiments.figures.supervised import PAPER, Settings, tasks
+from hesscale.experiments.vision.config import OPTIMIZERS, Task
+from hesscale.experiments.vision.images import Images, Split
+from hesscale.experiments.vision.members import PRECISIONS, Epoch, Members
+from hesscale.experiments.vision.problems import PROBLEMS
+from hesscale.experiments.vision.trainer import draw_all, members_of
 
 SCALED = ("scaled-adam", "scaled-adahesscale", "scaled-adahesscale-gn")
 BASELINE = "adam"

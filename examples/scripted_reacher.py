@@ -12,8 +12,8 @@ import statistics
 
 import gymnasium
 
-import hesscale.rl  # noqa: F401  # registers the environment
-from hesscale.rl.ur_reacher import resolved_rate
+import hesscale.experiments.rl  # noqa: F401  # registers the environment
+from hesscale.experiments.rl.ur_reacher import resolved_rate
 
 
 def play(env: gymnasium.Env, seed: int) -> float:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from . import estimators, func, losses, optim, rules
-from .capture import capture
-from .compiled import compile_step
-from .engine import backward, grad
+from .compile.step import compile_step
+from .engine.backward import backward, grad
 from .errors import CompileWarning, CurvatureWarning, NonFiniteError, UnsupportedOperator
 from .explain import explain, operators
 from .optim import BL89, GGNMC, AdaHesScale, AdaHesScaleGN, AdaHessian, Adam
+from .optim.capture import capture
 from .rules import register_rule
 
 __all__ = [

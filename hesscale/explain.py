@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from . import heads
-from .checks import check_choices, check_loss, output_edges
+from .engine import heads
+from .engine.arguments import check_choices, check_loss, output_edges
+from .engine.dispatch import Step, step_of
+from .engine.nodes import LEAF, Edge, edge_of, metadata, topological
 from .errors import UnsupportedOperator
-from .graph import Step, step_of
-from .nodes import LEAF, Edge, edge_of, metadata, topological
 from .rules import BL89, RULES, Rule
 
 

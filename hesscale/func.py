@@ -19,15 +19,15 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from . import engine
-from .checks import check_choices, check_loss
-from .ensembles import Ensemble as Ensemble
-from .ensembles import ensemble as ensemble
+from .compile.ensemble import Ensemble as Ensemble
+from .compile.ensemble import ensemble as ensemble
+from .compile.make_fx import MAKES, OUTSIDE, CannotTrace, trace
+from .compile.nearby import MOST_ENTRIES, Near, is_of_a_library, known_now, shown
+from .compile.workarounds.vmap import functional
+from .engine import backward as engine
+from .engine.arguments import check_choices, check_loss
+from .engine.heads import Unsettled
 from .errors import CompileWarning
-from .heads import Unsettled
-from .mapping import functional
-from .nearby import MOST_ENTRIES, Near, is_of_a_library, known_now, shown
-from .tracing import MAKES, OUTSIDE, CannotTrace, trace
 
 MOST_RECORDS = 64
 CAN_TELL_ALL = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)  # functions of torch too, when it compiles

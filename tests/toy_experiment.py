@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from hesscale.lab.experiment import Experiment, option
-from hesscale.lab.store import Run, Store
+from hesscale.experiments.lab.experiment import Experiment, option
+from hesscale.experiments.lab.store import Run, Store
 
 CHECKPOINT_STEPS = 4
 SLOW_SECONDS = 0.02  # a step of a slow task

@@ -18,9 +18,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..checks import as_tensors, check_loss
-from ..nodes import Edge, Node, edge_of, topological
-from ..plan import own
+from ..engine.arguments import as_tensors, check_loss
+from ..engine.nodes import Edge, Node, edge_of, topological
+from ..engine.propagate import own
 from . import methods
 from .layers import products_of_weights as products_of_weights
 from .outputs import Outputs

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from ..nodes import Edge, Node, metadata, pull
-from ..plan import fit
+from ..engine.nodes import Edge, Node, metadata, pull
+from ..engine.propagate import fit
 from ..rules.registry import saved
 from .rows import unit_rows, zeros_at
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..engine import grad
-from ..nodes import edge_of
+from ..engine.backward import grad
+from ..engine.nodes import edge_of
 from ..rules import RULES
 from .layers import is_of_layer, mean_over_rows, products_of_weights, through_product, to_parameter, uses_of
 from .outputs import describe, refuse_leaves

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import heads
-from ..checks import output_edges
+from ..engine import heads
+from ..engine.arguments import output_edges
+from ..engine.dispatch import Step, custom_rule
+from ..engine.nodes import LEAF, Edge, Node, edge_of, inputs_of, leading_to, metadata, pull, topological
 from ..errors import UnsupportedOperator
-from ..graph import Step, custom_rule
-from ..nodes import LEAF, Edge, Node, edge_of, inputs_of, leading_to, metadata, pull, topological
 from ..rules import RULES, Rule
 from ..rules.registry import dimension, saved
 from .rows import (

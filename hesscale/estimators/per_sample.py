@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..nodes import Node, metadata
-from ..plan import carrier
+from ..engine.nodes import Node, metadata
+from ..engine.propagate import carrier
 from ..rules.bilinear import squared
 from ..rules.registry import saved
 from .layers import PRODUCTS, TRANSPOSES, Use, input_of_product, is_of_layer, to_parameter, uses_of

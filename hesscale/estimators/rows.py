@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .. import heads
+from ..engine import heads
+from ..engine.nodes import Edge, edge_of, gradient_edge, is_once_differentiable, metadata, pull
+from ..engine.propagate import carrier
 from ..errors import UnsupportedOperator
-from ..nodes import Edge, edge_of, gradient_edge, is_once_differentiable, metadata, pull
-from ..plan import carrier
 
 if TYPE_CHECKING:
     from . import Request

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .. import heads
-from ..nodes import Edge, Node, leading_to, metadata, topological
+from ..engine import heads
+from ..engine.nodes import Edge, Node, leading_to, metadata, topological
 from ..rules import RULES
 from ..rules.registry import dimension, saved
 from .outputs import Outputs, describe
@@ -22,7 +22,7 @@ from .outputs import Outputs, describe
 if TYPE_CHECKING:
     from .layers import Use
 
-ENTRYWISE = ("elementwise", "activations", "functions")  # families of rules
+ENTRYWISE = ("elementwise", "activations", "special_functions")  # families of rules
 ENTRYWISE_TOO = ("ExpandBackward0", "MaskedFillBackward0", "NativeDropoutBackward0", "WhereBackward0")
 IN_ORDER = (
     *("AliasBackward0", "CloneBackward0", "ReshapeAliasBackward0", "ToCopyBackward0", "UnsafeViewBackward0", "ViewBackward0"),

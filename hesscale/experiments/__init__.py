@@ -1,1 +1,1 @@
-"""The paper's experiments, one file per family of figures; each has an ``EXPERIMENT``."""
+"""Everything that exists for the paper's figures: the command line, the run store, benchmarks, and the experiments."""

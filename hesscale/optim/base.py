@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer, optimizer
 
-from .. import engine
-from ..checks import check_choices, check_loss
+from ..engine import backward as engine
+from ..engine.arguments import check_choices, check_loss
+from ..engine.nodes import edge_of, topological
+from ..engine.propagate import accumulate
 from ..errors import NonFiniteError
-from ..nodes import edge_of, topological
-from ..plan import accumulate
 from . import update
+from .nonfinite import Watch, counter
 from .options import check_count, check_group, check_trust_region
 from .packing import Pack, is_packable
 from .update import Batch
-from .watch import Watch, counter
 
 
 class CurvatureOptimizer(Optimizer):

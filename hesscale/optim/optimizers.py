@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from .. import estimators
-from ..checks import check_loss
-from ..engine import own_pass
+from ..engine.arguments import check_loss
+from ..engine.backward import own_pass
 from .base import CurvatureOptimizer
 
 

@@ -8,7 +8,6 @@ from . import (
     brute_force,
     convolution,
     elementwise,
-    functions,
     indexing,
     linear_maps,
     losses,
@@ -16,6 +15,7 @@ from . import (
     pooling,
     reductions,
     softmax,
+    special_functions,
     view_writes,
     written_out,
 )
@@ -31,7 +31,6 @@ __all__ = [
     "brute_force",
     "convolution",
     "elementwise",
-    "functions",
     "indexing",
     "linear_maps",
     "losses",
@@ -40,6 +39,7 @@ __all__ = [
     "reductions",
     "register_rule",
     "softmax",
+    "special_functions",
     "view_writes",
     "written_out",
 ]

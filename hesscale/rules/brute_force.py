@@ -8,8 +8,8 @@ import warnings
 import torch
 from torch import Tensor
 
+from ..engine.nodes import Node, call, derivative, is_once_differentiable
 from ..errors import CurvatureWarning, UnsupportedOperator
-from ..nodes import Node, call, derivative, is_once_differentiable
 from .registry import Rule, Share
 
 MOST_ENTRIES = 4096

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..nodes import derivative
+from ..engine.nodes import derivative
 from .registry import REFUSED, Node, Share, chain, linear, needs, rule, saved
 
 Pair = tuple[Any, Any]

@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..nodes import Node as Node
-from ..nodes import derivative
+from ..engine.nodes import Node as Node
+from ..engine.nodes import derivative
 
 Share = Tensor | None
 Shares = Share | Sequence[Share]

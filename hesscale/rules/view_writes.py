@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..nodes import derivative, is_once_differentiable
+from ..engine.nodes import derivative, is_once_differentiable
 from .registry import Node, Share, rule
 
 aten = torch.ops.aten

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..nodes import REPAIRS
+from ..engine.nodes import REPAIRS
 from .registry import dimension, saved
 
 Gradients = list[Tensor | None]

@@ -1,0 +1,1 @@
+"""Faults of PyTorch, each with the code that works around it."""

@@ -1,0 +1,1 @@
+"""The backward pass that computes gradients and Hessian diagonals together."""

@@ -1,0 +1,126 @@
+"""One backward pass that carries (g, s): PyTorch's gradient, and beside it the Hessian diagonal of every tensor.
+
+Autograd's graph already is the network. A pre-hook on each node receives the gradient g at the node's output from PyTorch's own
+engine, takes the diagonal s that the node's consumers have left there, and hands each input its share by the operator's rule.
+At a leaf the sum of the shares is the parameter's ``hess_diag``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .arguments import as_tensors, check_loss
+from .propagate import Plan, accumulate, own
+
+
+def backward(
+    loss: Tensor,
+    *,
+    method: str = "hesscale",
+    outputs: Tensor | Sequence[Tensor] | None = None,
+    inputs: Tensor | Sequence[Tensor] | None = None,
+    retain_graph: bool = False,
+    head: str = "exact",
+    fallback: str = "error",
+    curvature_dtype: torch.dtype | None = None,
+) -> None:
+    """Fill ``p.grad`` and ``p.hess_diag`` of every leaf: ``loss.backward()`` that also brings the Hessian diagonal.
+
+    Gradients are PyTorch's own, bit for bit. Diagonals follow the recursion of the paper's Eq. 3 and 4, from the exact diagonal
+    at the model's outputs down. Both accumulate; where ``p.grad`` is None when the pass reaches p, ``p.hess_diag`` starts afresh.
+
+    Args:
+        loss: a real scalar with a graph.
+        method: ``"hesscale"``; ``"hesscale_gn"``, which drops the second derivatives of the model (not of the loss); or
+            ``"bl89"``, Becker and LeCun's, which treats softmax as if it were elementwise.
+        outputs: the model's outputs, where the exact treatment of the loss ends. Found by default: on each path back from the
+            loss, the first matrix product, convolution, embedding or their like made them.
+        inputs: fill only these tensors, as in ``Tensor.backward``.
+        retain_graph: keep the graph for another pass.
+        head: ``"exact"`` uses double backward between loss and outputs where the rules are not exact there; ``"rules"`` never.
+        fallback: what to do at an operator without a rule: ``"error"``, or ``"exact"`` to differentiate it twice by brute force.
+        curvature_dtype: compute the curvature's matrix products and convolutions in this dtype, ``torch.bfloat16`` for speed;
+            gradients are never touched.
+
+    Raises:
+        UnsupportedOperator: before anything has changed.
+
+    Example:
+        >>> import torch, hesscale
+        >>> w = torch.tensor([1.0, 2.0], requires_grad=True)
+        >>> hesscale.backward((w ** 3).sum())
+        >>> w.grad, w.hess_diag
+        (tensor([ 3., 12.]), tensor([ 6., 12.]))
+    """
+    check_loss(loss)
+    wanted = None if inputs is None else as_tensors(inputs, "inputs")
+    options = {"method": method, "outputs": outputs, "head": head, "fallback": fallback, "curvature_dtype": curvature_dtype}
+    carry(lambda: torch.autograd.backward(loss, inputs=wanted, retain_graph=retain_graph), loss, wanted, **options)
+
+
+def carry(run_backward: Callable[[], None], loss: Tensor, tensors: Sequence[Tensor] | None, **options: Any) -> None:
+    """Fill ``hess_diag`` of these tensors, or of every leaf, during a backward pass of the loss that fills ``.grad``."""
+    plan = Plan(loss, wanted=tensors, fills_leaves=True, **options)
+    fresh = {spot: not (t.is_leaf or t.retains_grad) or t.grad is None for spot, t in plan.wanted.items()}
+    with own_pass():
+        plan.carry(run_backward)
+    plan.fill_the_flat()
+    for spot, tensor in plan.wanted.items():
+        if tensor.grad is not None:
+            accumulate(tensor, plan.diagonals.get(spot), fresh[spot], spot in plan.owned)
+
+
+_thread = threading.local()
+
+
+class own_pass:
+    """Marks a backward pass that fills curvature itself, for :func:`hesscale.capture` to leave alone."""
+
+    def __enter__(self) -> None:
+        self.before, _thread.busy = is_own_pass(), True
+
+    def __exit__(self, *_: object) -> None:
+        _thread.busy = self.before
+
+
+def is_own_pass() -> bool:
+    return getattr(_thread, "busy", False)
+
+
+def grad(
+    loss: Tensor,
+    tensors: Tensor | Sequence[Tensor],
+    *,
+    method: str = "hesscale",
+    outputs: Tensor | Sequence[Tensor] | None = None,
+    retain_graph: bool = False,
+    head: str = "exact",
+    fallback: str = "error",
+    curvature_dtype: torch.dtype | None = None,
+    allow_unused: bool = False,
+) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
+    """``(gradients, Hessian diagonals)`` of the loss at ``tensors``, touching no ``.grad``.
+
+    Any tensor of the graph will do, pre-activations included. The options are those of :func:`backward`; a tensor that the loss
+    does not depend on raises, or gives None with ``allow_unused=True``.
+
+    Example:
+        >>> import torch, hesscale
+        >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
+        >>> h = x * x
+        >>> hesscale.grad((h ** 2).sum(), [h, x])[1]
+        (tensor([2., 2.]), tensor([12., 48.]))
+    """
+    check_loss(loss)
+    wanted = as_tensors(tensors, "tensors")
+    plan = Plan(
+        loss, method=method, outputs=outputs, wanted=wanted, head=head, fallback=fallback, curvature_dtype=curvature_dtype
+    )
+    gradients = plan.carry(lambda: torch.autograd.grad(loss, wanted, retain_graph=retain_graph, allow_unused=allow_unused))
+    found = {id(tensor): plan.diagonals.get(spot) for spot, tensor in plan.wanted.items()}
+    return gradients, tuple([None if g is None else own(found[id(t)], t) for g, t in zip(gradients, wanted, strict=True)])

@@ -1,0 +1,147 @@
+"""The graph with its rules: which rule serves each node, or why none does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import UnsupportedOperator
+from ..rules import BL89, REFUSED, RULES, Rule, brute_force
+from ..rules.registry import RuleFunction, Shares, summary_of
+from .nodes import LEAF, Edge, Node, metadata, per_edge
+
+
+class Step(NamedTuple):
+    """A node with its rule (None for a leaf) and the tensors that it hands shares to."""
+
+    node: Node
+    rule: Rule | None
+    edges: tuple[Edge, ...]
+    repeated: bool  # one tensor stands at several inputs
+
+    @property
+    def function(self) -> RuleFunction:
+        assert self.rule is not None
+        return self.rule.same if self.repeated and self.rule.joint and self.rule.same is not None else self.rule.function
+
+
+def steps_of(order: Sequence[Node], *, method: str, fallback: str) -> list[Step]:
+    """Each node with its rule; the first node without one raises, before anything has changed."""
+    special = BL89 if method == "bl89" else {}
+    return [step_of(node, special, fallback) for node in order]
+
+
+def step_of(node: Node, special: dict[str, Rule], fallback: str) -> Step:
+    name = node.name()
+    edges = node.next_functions
+    if name == LEAF and not is_foreign(node._input_metadata[0]):
+        check_data(node.variable)
+        return Step(node, None, edges, False)
+    rule = special.get(name) or RULES.get(name) or custom_rule(node)
+    repeated = len(edges) > 1 and is_repeated(edges)
+    reason = refusal(node, name, rule, repeated)
+    if reason is None:
+        assert rule is not None
+        return Step(node, rule, edges, repeated)
+    if fallback == "exact" and known_refusal(node, name) is None:
+        return Step(node, brute_force.rule_for(node, reason), edges, False)
+    raise UnsupportedOperator(reason)
+
+
+def refusal(node: Node, name: str, rule: Rule | None, repeated: bool) -> str | None:
+    """Why this node cannot be served, with the way out; None if it can."""
+    metas = node._input_metadata
+    if rule is None or is_foreign(metas[0]) or (len(metas) > 1 and any(is_foreign(meta) for meta in metas)):
+        if known := known_refusal(node, name):
+            return f"no curvature rule for {name}: {known}."
+        return f"no curvature rule for {name}{origin(node, name)}. {WAY_OUT}"
+    if rule.refuse is not None and (reason := rule.refuse(node)) is not None:
+        return f"{name}: {reason}"
+    if repeated and rule.joint and rule.same is None:
+        return f"{name} meets one tensor at several of its inputs, which its curvature rule does not cover. {WAY_OUT}"
+    return None
+
+
+def known_refusal(node: Node, name: str) -> str | None:
+    """Why no rule will ever serve this node, if that is known."""
+    tensors = [*node._input_metadata, *(metadata(edge) for edge in node.next_functions if edge[0] is not None)]
+    if any(is_foreign(meta) for meta in tensors):
+        return REFUSED["NestedTensor" if any(meta.is_nested_tensor for meta in tensors) else "Complex"]
+    return next((reason for part, reason in REFUSED.items() if part in name), None)
+
+
+WAY_OUT = (
+    "Register a rule with hesscale.register_rule, pass fallback='exact' to compute this node by brute force where it is small, "
+    "or write this part of the model with operators from hesscale.operators()."
+)
+
+
+def is_foreign(meta: Any) -> bool:
+    """Whether a tensor is of a kind that rules know nothing about."""
+    return bool(meta.dtype.is_complex or meta.is_nested_tensor)
+
+
+def carrier(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that carries curvature: float16 has no room for squares, so float32 stands in for it."""
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
+def check_data(leaf: Tensor) -> None:
+    if not leaf.untyped_storage().nbytes() and leaf.numel():
+        raise UnsupportedOperator("a parameter holds no data now, as under FSDP after the forward pass; FSDP is not supported")
+
+
+def is_repeated(edges: Sequence[Edge]) -> bool:
+    if len(edges) == 2:
+        return edges[0] == edges[1] and edges[0][0] is not None
+    real = [edge for edge in edges if edge[0] is not None]
+    return len(set(real)) < len(real)
+
+
+def custom_rule(node: Node) -> Rule | None:
+    """The rule that a torch.autograd.Function defines for itself."""
+    forward = getattr(node, "_forward_cls", None)
+    return None if forward is None else rule_of_function(forward, len(node._input_metadata) > 1)
+
+
+@lru_cache(maxsize=256)
+def rule_of_function(forward: type, many: bool) -> Rule | None:
+    function = getattr(forward, "hess_diag", None)
+    if function is None:
+        return None
+
+    def apply(node: Node, g: Shares, s: Shares) -> Shares:
+        shares = function(node, g, s)
+        return per_edge(node, (shares,) if isinstance(shares, Tensor) or shares is None else shares)
+
+    return Rule(apply, "custom", summary_of(function) or "defined by the function itself", many=many)
+
+
+def origin(node: Node, name: str) -> str:
+    """Where such a node comes from, in the words of who wrote the model."""
+    if (forward := getattr(node, "_forward_cls", None)) is not None:
+        return f" (from the custom function {forward.__module__}.{forward.__qualname__}, which defines no hess_diag)"
+    makers = MAKERS.get(name)
+    return f" (from {makers})" if makers else f" (from an operator like torch.{snake(name)})"
+
+
+def snake(name: str) -> str:
+    """``FractionalMaxPool2DBackward0`` → ``fractional_max_pool2d``."""
+    stem = name.partition("Backward")[0].replace("2D", "2d").replace("3D", "3d").replace("1D", "1d")
+    return "".join(("_" if i and c.isupper() and not stem[i - 1].isupper() else "") + c.lower() for i, c in enumerate(stem))
+
+
+MAKERS: dict[str, str] = {
+    "MkldnnRnnLayerBackward0": "nn.LSTM on CPU",
+    "CudnnRnnBackward0": "nn.RNN, nn.LSTM or nn.GRU on CUDA",
+    "ThnnFusedLstmCellBackward0": "nn.LSTMCell",
+    "ThnnFusedGruCellBackward0": "nn.GRUCell",
+    "ScaledDotProductFlashAttentionForCpuBackward0": "F.scaled_dot_product_attention or nn.MultiheadAttention",
+    "ScaledDotProductFlashAttentionBackward0": "F.scaled_dot_product_attention or nn.MultiheadAttention",
+    "ScaledDotProductEfficientAttentionBackward0": "F.scaled_dot_product_attention or nn.MultiheadAttention",
+    "ScaledDotProductCudnnAttentionBackward0": "F.scaled_dot_product_attention or nn.MultiheadAttention",
+}

@@ -1,0 +1,315 @@
+"""What an update costs, Appendix D: the time of backward and update as networks grow, and its ratio to Adam's."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..bench.command import IN_THE_PAPER, SWEEPS_BY_NAME, choose, prepare_cuda
+from ..bench.measure import Case, Stopwatch, digits, interleave, message, prepare, quartiles, ratios
+from ..bench.methods import BASELINE, EAGER, METHODS, Step
+from ..bench.targets import Row, Slope, slopes, spread
+from ..bench.workloads import CPU, CUDA, SWEEPS, Workload, sweep
+from ..lab.experiment import Experiment, option
+from ..lab.machine import machine
+from ..lab.plots import Plot, Section, Series, Table
+from ..lab.store import Result, Run
+
+PUBLISHED = {"adahessian": 3.0, "adahesscale": 2.0, "adahesscale-gn": 1.25}  # average cost relative to Adam
+ROUNDS_AT_ONCE = 5  # between which progress is told
+CHECKPOINT_SECONDS = 5.0
+BY_DESIGN = ("too slow", "left out")  # why a method may be missing; anything else is a fault
+
+
+@dataclass(frozen=True)
+class Settings:
+    sweeps: str = option("outputs,layers", "what grows, separated by commas: outputs, layers")
+    most_outputs: int = option(512, "the largest number of outputs, of 16, 32 … 512")
+    most_layers: int = option(128, "the largest number of hidden layers, of 1, 2 … 128")
+    methods: str = option(IN_THE_PAPER, f"separated by commas; Adam always runs: {', '.join(METHODS)}")
+    rounds: int = option(30, "blocks of updates of each method; methods take turns, in an order drawn anew in each round")
+    block: float = option(20.0, "milliseconds that a block should take; it has at least one update")
+    limit: float = option(10.0, "seconds that a step may take; slower methods are left out at that size, and said to be")
+    threads: int = option(1, "of torch on the CPU")
+    device: str = option(CPU, "cpu or cuda")
+
+
+@dataclass(frozen=True)
+class Task:
+    """One network: a point of a sweep."""
+
+    sweep: str
+    size: int
+    methods: str
+    rounds: int
+    block: float
+    limit: float
+    threads: int
+    device: str
+
+
+PRESETS = {
+    "smoke": Settings(most_outputs=32, most_layers=2, rounds=3, block=1.0),
+    "small": Settings(most_layers=16, rounds=10, block=10.0),
+    "paper": Settings(),
+}
+
+
+def tasks(settings: Settings) -> list[Task]:
+    if settings.device not in (CPU, CUDA):
+        raise ValueError(f"no device is called {settings.device!r}; there are cpu, cuda")
+    if settings.rounds < 1 or settings.threads < 1 or not (settings.block > 0 and settings.limit > 0):
+        raise ValueError("rounds, threads, block and limit must be positive")
+    methods = [method.name for method in choose(settings.methods, METHODS, "method")]
+    names = ",".join(methods if BASELINE in methods else [BASELINE, *methods])
+    shared = {name: getattr(settings, name) for name in ("rounds", "block", "limit", "threads", "device")}
+    most = {"outputs": settings.most_outputs, "layers": settings.most_layers}
+    kinds = choose(settings.sweeps, SWEEPS_BY_NAME, "sweep")
+    sizes = {kind: [w.size for w in sweep(kind) if w.size is not None and w.size <= most[kind]] for kind in kinds}
+    for kind, found in sizes.items():
+        if not found:
+            raise ValueError(f"no network of the sweep over {kind} has at most {most[kind]}")
+    return [Task(kind, size, names, **shared) for kind, found in sizes.items() for size in found]
+
+
+def work(settings: Settings) -> str:
+    asked = tasks(settings)
+    methods = len(asked[0].methods.split(","))
+    rounds = f"{settings.rounds} rounds of {settings.block:g} ms or one update"
+    return f"{len(asked)} networks, {methods} methods, {rounds}, on a machine that should have nothing else to do"
+
+
+def run(task: Task, run: Run, data: Path | None) -> Mapping[str, Any]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(task.threads)
+    try:
+        return measure(task, run)
+    finally:
+        torch.set_num_threads(before)
+
+
+def measure(task: Task, run: Run) -> Mapping[str, Any]:
+    """A row for every method, as :mod:`hesscale.experiments.bench` has them, with ``ms`` and ``ratio`` of the update alone."""
+    device, methods = torch.device(task.device), task.methods.split(",")
+    if device.type == CUDA:
+        prepare_cuda(device, tf32=False)
+    here = str(machine())
+    state = run.state if run.state and run.state["machine"] == here else {"times": {name: [] for name in methods}, "errors": {}}
+    times: dict[str, list[list[float]]] = state["times"]  # of a step and of its update, by round
+    errors: dict[str, str] = state["errors"]
+    workload = workload_of(task)
+    cases: dict[str, Case] = {}
+    for name in methods:
+        if name not in errors:
+            try:
+                cases[name] = prepared(task, workload, name, device)
+            except Exception as error:
+                errors[name] = message(error)
+        run.progress(len(cases) + len(errors), len(methods) + task.rounds)
+    saved, done = time.monotonic(), max(len(found) for found in times.values())
+    while done < task.rounds:
+        names, count = [name for name in methods if name not in errors], min(ROUNDS_AT_ONCE, task.rounds - done)
+        found, failed = interleave([cases[name] for name in names], count, device, seed=done)
+        errors.update({names[k]: text for k, text in failed.items()})
+        for k, steps in found.items():
+            watch = cases[names[k]].step
+            assert isinstance(watch, Stopwatch)
+            times[names[k]] += [[whole, update] for whole, update in zip(steps, watch.update_ms[-count:], strict=True)]
+        done += count
+        run.progress(len(methods) + done, len(methods) + task.rounds)
+        if time.monotonic() - saved > CHECKPOINT_SECONDS:
+            by_design = {name: text for name, text in errors.items() if text.startswith(BY_DESIGN)}
+            run.checkpoint({"machine": here, "times": times, "errors": by_design})
+            saved = time.monotonic()
+    if faults := [f"{name}: {text}" for name, text in errors.items() if not text.startswith(BY_DESIGN)]:
+        raise RuntimeError("; ".join(faults))
+    parameters = sum(p.numel() for p in workload.network().parameters())
+    return {"parameters": parameters, "rows": [row(name, times, errors) for name in methods]}
+
+
+def workload_of(task: Task) -> Workload:
+    return next(workload for workload in sweep(task.sweep) if workload.size == task.size)
+
+
+def prepared(task: Task, workload: Workload, name: str, device: torch.device) -> Case:
+    case = prepare(workload, METHODS[name], EAGER, workload.data(device), block=task.block / 1e3, limit=task.limit)
+    assert isinstance(case.step, Step)
+    return Case(Stopwatch(case.step), case.calls)
+
+
+def row(name: str, times: Mapping[str, list[list[float]]], errors: Mapping[str, str]) -> Row:
+    about = {"method": name, "label": METHODS[name].label, "mode": EAGER}
+    if name in errors:
+        return {**about, "error": errors[name]}
+    steps, updates = zip(*times[name], strict=True)
+    base_steps, base_updates = zip(*times[BASELINE], strict=True) if BASELINE not in errors else (None, None)
+    return {
+        **about,
+        "ms": quartiles(updates),
+        "ratio": ratios(updates, base_updates),
+        "step_ms": quartiles(steps),
+        "step_ratio": ratios(steps, base_steps),
+        "times_ms": [digits(value) for value in updates],
+    }
+
+
+# ----------------------------------------------------------------------------------------------------------- what it shows
+
+
+@dataclass
+class Sweep:
+    """The points of a sweep, the smallest first: rows by size and method."""
+
+    kind: str
+    rows: dict[int, dict[str, Row]]
+
+    def of(self, method: str, quantity: str) -> dict[int, dict[str, float]]:
+        """Median and quartiles by size, where there are any."""
+        found = {size: rows.get(method, {}).get(quantity) for size, rows in self.rows.items()}
+        return {size: value for size, value in found.items() if value is not None}
+
+    @property
+    def methods(self) -> list[str]:
+        return list(dict.fromkeys(method for rows in self.rows.values() for method in rows))
+
+    @property
+    def slopes(self) -> dict[str, Slope]:
+        points = [{"size": size, "rows": list(rows.values())} for size, rows in self.rows.items()]
+        return {method: slope for (method, _), slope in slopes({"workloads": points}).items()}
+
+    @property
+    def missing(self) -> str:
+        """Why methods have no numbers at some sizes."""
+        notes = [
+            f"{r['label']} at {size}: {r['error']}" for size, rows in self.rows.items() for r in rows.values() if "error" in r
+        ]
+        return f" Not measured: {'; '.join(notes)}." if notes else ""
+
+
+def sections(results: list[Result]) -> list[Section]:
+    """One for each machine and way of measuring."""
+    groups: dict[tuple[Any, ...], list[Result]] = {}
+    for result in results:
+        here = result.facts["machine"]
+        way = {name: value for name, value in asdict(result.task).items() if name not in ("sweep", "size", "methods", "limit")}
+        where = here["gpu"] if result.task.device == CUDA else here["cpu"]
+        groups.setdefault((where, here["torch"], *way.items()), []).append(result)
+    return [section(found, f"-{k}" if k > 1 else "") for k, found in enumerate(groups.values(), start=1)]
+
+
+def section(results: list[Result], end: str) -> Section:
+    """``end`` tells the files of several sections apart."""
+    task, here = results[0].task, results[0].facts["machine"]
+    sweeps = [swept(kind, results) for kind in SWEEPS if any(result.task.sweep == kind for result in results)]
+    where = f"{here['gpu']}, CUDA" if task.device == CUDA else f"{here['cpu']}, {threads(task.threads)}"
+    text = (
+        "The paper finds AdaHessian, AdaHesScale and AdaHesScaleGN at 3, 2 and 1.25 times the cost of Adam on average.\n\n"
+        "An update is the backward pass of gradients and curvature, and the change of the parameters; the forward pass counts in "
+        f"whole steps alone. Batch 1, eager, {where}, torch {here['torch']}. In each of {task.rounds} rounds every method has "
+        f"a block of updates of about {task.block:g} ms, or one update where that takes longer; ratios to Adam are those of one "
+        "round, and what is shown are their medians and quartiles."
+    )
+    items: list[Any] = [averages(sweeps, end)]
+    for found in sweeps:
+        items += [
+            plot(found, "ms", f"{found.kind}-time{end}", f"Time of an update against {found.kind}", "ms an update"),
+            plot(found, "ratio", f"{found.kind}-ratio{end}", f"Cost relative to Adam against {found.kind}", "ratio to Adam"),
+            times_table(found, end),
+            ratios_table(found, end),
+        ]
+    return Section("Cost of an update (Appendix D)", text, items)
+
+
+def swept(kind: str, results: list[Result]) -> Sweep:
+    rows: dict[int, dict[str, Row]] = {}
+    for result in sorted((r for r in results if r.task.sweep == kind), key=lambda result: result.task.size):
+        at = rows.setdefault(result.task.size, {})
+        at.update({row["method"]: row for row in result.values["rows"] if "error" not in row or row["method"] not in at})
+    return Sweep(kind, rows)
+
+
+def threads(count: int) -> str:
+    return f"{count} thread{'s' * (count != 1)}"
+
+
+def averages(sweeps: Sequence[Sweep], end: str) -> Table:
+    """Means over sizes of the medians, beside the published."""
+    header = ["method", *(f"update, {s.kind}" for s in sweeps), "update, all", "lowest – highest", "published", "whole step, all"]
+    body: list[Sequence[str]] = []
+    for method in dict.fromkeys(method for found in sweeps for method in found.methods):
+        each = [list(found.of(method, "ratio").values()) for found in sweeps]
+        whole = [value for found in sweeps for value in found.of(method, "step_ratio").values()]
+        together = [value for values in each for value in values]
+        medians = [value["median"] for value in together]
+        span = f"{min(medians):.2f} – {max(medians):.2f}" if medians else "–"
+        cells = [mean(values, len(found.rows)) for values, found in zip(each, sweeps, strict=True)]
+        count = sum(len(found.rows) for found in sweeps)
+        published = f"{PUBLISHED[method]:g}" if method in PUBLISHED else "–"
+        body.append([METHODS[method].label, *cells, mean(together, count), span, published, mean(whole, count)])
+    return Table(f"averages{end}", "Cost relative to Adam, mean over sizes", header, body)
+
+
+def mean(values: Sequence[Mapping[str, float]], points: int) -> str:
+    if not values:
+        return "–"
+    text = f"{statistics.fmean(value['median'] for value in values):.2f}"
+    return text if len(values) == points else f"{text} ({len(values)} of {points} sizes)"
+
+
+def plot(found: Sweep, key: str, name: str, title: str, label: str) -> Plot:
+    series = []
+    for method in found.methods:
+        if points := found.of(method, key):
+            middle, low, high = ([value[q] for value in points.values()] for q in ("median", "q1", "q3"))
+            series.append(Series(METHODS[method].label, list(points), middle, low, high))
+    caption = f"{SWEEPS[found.kind]}; median and quartiles.{found.missing}"
+    return Plot(name, title, series, f"number of {found.kind}", label, log_x=True, log_y=True, caption=caption)
+
+
+def times_table(found: Sweep, end: str) -> Table:
+    """Milliseconds at every size, and how they grow."""
+    header = ["method", *map(str, found.rows), "slope", "slope − Adam's"]
+    fitted = found.slopes
+    body: list[Sequence[str]] = []
+    for method in found.methods:
+        points, slope = found.of(method, "ms"), fitted.get(method)
+        cells = [f"{points[size]['median']:.3g}" if size in points else "–" for size in found.rows]
+        above = "–" if slope is None or slope.above_adam is None else f"{slope.above_adam:+.3f}"
+        body.append([METHODS[method].label, *cells, "–" if slope is None else f"{slope.slope:.3f}", above])
+    caption = f"{SWEEPS[found.kind]}. Slopes of log time against log size.{found.missing}"
+    return Table(f"{found.kind}-time-table{end}", f"Milliseconds an update, by {found.kind}", header, body, caption)
+
+
+def ratios_table(found: Sweep, end: str) -> Table:
+    body: list[Sequence[str]] = []
+    for method in found.methods:
+        points = found.of(method, "ratio")
+        body.append([METHODS[method].label, *(spread(points[size]) if size in points else "–" for size in found.rows)])
+    header = ["method", *map(str, found.rows)]
+    return Table(
+        f"{found.kind}-ratio-table{end}", f"Ratio to Adam, by {found.kind}", header, body, "Median and quartiles over rounds."
+    )
+
+
+def always(task: Task) -> bool:
+    return True
+
+
+EXPERIMENT = Experiment(
+    "cost",
+    "What an update costs, against Adam's (Appendix D).",
+    Settings,
+    PRESETS,
+    Task,
+    tasks,
+    work,
+    run,
+    sections,
+    alone=always,
+)

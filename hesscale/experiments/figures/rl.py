@@ -1,0 +1,281 @@
+"""Reinforcement learning: A2C and PPO with each optimizer, return by steps of the environment (Fig. 5, Appendix H)."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...compile.step import BACKENDS
+from ...errors import NonFiniteError
+from ..bench.command import choose
+from ..lab.experiment import Experiment, option
+from ..lab.store import Pause, Run
+from ..rl.config import OPTIMIZERS, OWN, POLICIES, PROTOCOLS, TRUNCATIONS, Config
+from ._methods import HELP, methods
+from ._rl_figures import sections
+
+if TYPE_CHECKING:
+    from ..rl.learner import Algorithm
+
+ALGORITHMS = ("a2c", "ppo")
+CHOICES = {"policy": POLICIES, "protocol": PROTOCOLS, "truncation": TRUNCATIONS, "backend": BACKENDS}
+POINTS = 100  # of a curve
+CHECKPOINT_SECONDS = 20.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    algo: str = option("ppo", f"separated by commas: {', '.join(ALGORITHMS)}")
+    env: str = option("CartPole-v1", "gymnasium's names, separated by commas; actions may be discrete or continuous")
+    optimizer: str = option("adam,adahesscale", f"{HELP}: {', '.join(OPTIMIZERS)}")
+    step_size: str = option("3e-4", "separated by commas, where @ gives none")
+    seeds: int = option(2, "of networks, environment and actions")
+    steps: int = option(30_000, "of the environment, rounded up to whole rollouts")
+    humanoid_steps: int = option(0, "of Humanoid and HumanoidStandup; 0: as many as elsewhere")
+    policy: str = option("auto", f"one of {', '.join(POLICIES)}")
+    protocol: str = option("paper", "paper, or cleanrl: shared standard deviation, clipped gradients, step size falling to 0")
+    normalize: bool = option(True, "observations and rewards")
+    eps: float = option(1e-5, "ε; the paper's text has 1e-8, the authors' code 1e-5")
+    trust_radius: float = option(1e-8, "Δ of the scaled optimizers, for each network")
+    half_value_loss: bool = option(False, "½ (v − R)² for the critic, whose curvature is 1, in place of (v − R)²")
+    truncation: str = option("bootstrap", "of episodes: bootstrap, or terminate: as if they were over, as many do it")
+    backend: str = option("inductor", f"of hesscale.compile_step: {', '.join(BACKENDS)}")
+    video: bool = option(False, "film an episode of each agent with seed 0 once it has learned, as video.mp4 beside its run")
+
+
+MUJOCO = (
+    *("Ant-v5", "Walker2d-v5", "HalfCheetah-v5", "Hopper-v5", "Humanoid-v5"),
+    *("InvertedPendulum-v5", "InvertedDoublePendulum-v5", "Swimmer-v5", "Reacher-v5", "HumanoidStandup-v5"),
+)
+PRESETS = {
+    "smoke": Settings(algo="a2c,ppo", optimizer="adahesscale", seeds=1, steps=2048, backend="eager"),
+    "small": Settings(backend="eager"),
+    "paper": Settings(
+        algo="a2c,ppo",
+        env=",".join(MUJOCO),
+        optimizer="adam,adahessian,adahesscale",
+        seeds=10,
+        steps=2_000_000,
+        humanoid_steps=10_000_000,
+    ),
+}
+
+
+def tasks(settings: Settings) -> list[Config]:
+    from ..rl.wrappers import check_name
+
+    algos = choose(settings.algo, {name: name for name in ALGORITHMS}, "algorithm")
+    pairs = methods(settings.optimizer, settings.step_size, OPTIMIZERS)
+    environments = list(dict.fromkeys(name.strip() for name in settings.env.split(",") if name.strip()))
+    if not environments:
+        raise ValueError("no environment is asked for")
+    for name in environments:
+        check_name(name)
+    for name, known in CHOICES.items():
+        if getattr(settings, name) not in known:
+            raise ValueError(f"{name}={getattr(settings, name)!r} is not one of {', '.join(known)}")
+    if min(settings.seeds, settings.steps) < 1 or not 0 < settings.trust_radius < math.inf:
+        raise ValueError("seeds, steps and trust_radius must be positive")
+    if settings.humanoid_steps < 0:
+        raise ValueError(f"humanoid_steps={settings.humanoid_steps} is negative")
+    if settings.protocol == "cleanrl" and settings.half_value_loss:
+        raise ValueError("half_value_loss is of the paper's protocol; CleanRL's has a value loss of its own")
+    if not 0 <= settings.eps < math.inf:
+        raise ValueError(f"eps={settings.eps} is out of range")
+    steps = {name: (name.startswith("Humanoid") and settings.humanoid_steps) or settings.steps for name in environments}
+    same = ("policy", "protocol", "normalize", "half_value_loss", "truncation", "eps", "trust_radius", "backend")
+    shared = {name: getattr(settings, name) for name in same}
+    cells = itertools.product(range(settings.seeds), environments, algos, pairs)
+    return [Config(algo, env, kind, size, seed, steps[env], **shared) for seed, env, algo, (kind, size) in cells]
+
+
+def work(settings: Settings) -> str:
+    asked = tasks(settings)
+    return f"{len(asked)} agents, {sum(task.steps for task in asked):,} steps of environments in all"
+
+
+def algorithm(configs: Sequence[Config]) -> Algorithm:
+    from ..rl.a2c import A2C
+    from ..rl.ppo import PPO
+
+    return (A2C if configs[0].algo == "a2c" else PPO)(configs)
+
+
+def kind(config: Config) -> Config:
+    """The same for agents that can learn together."""
+    same: dict[str, Any] = dict.fromkeys(OWN, 0)
+    return dataclasses.replace(config, **same)
+
+
+def run(task: Config, run: Run, data: Path | None) -> Mapping[str, Any]:
+    """Train an agent; an action, gradient or diagonal that is not finite ends the run as diverged."""
+    return run_together([task], [run], data)[0]
+
+
+def run_together(tasks: Sequence[Config], runs: Sequence[Run], data: Path | None) -> Sequence[Mapping[str, Any]]:
+    """Train agents side by side. Those that an interruption left at other steps go on in groups of their own."""
+    groups: dict[int, list[int]] = {}
+    for k, run in enumerate(runs):
+        groups.setdefault(run.state["learning"]["world"]["steps"] if run.state else 0, []).append(k)
+    found: dict[int, Mapping[str, Any]] = {}
+    for _, those in sorted(groups.items()):
+        values = Training([tasks[k] for k in those], [runs[k] for k in those]).finish()
+        found |= dict(zip(those, values, strict=True))
+    return [found[k] for k in range(len(runs))]
+
+
+class Training:
+    """Agents that go in step, each with a run to log to."""
+
+    def __init__(self, tasks: Sequence[Config], runs: Sequence[Run]) -> None:
+        self.steps, self.runs = tasks[0].steps, runs
+        self.learning = algorithm(tasks)
+        self.worlds = self.learning.worlds
+        self.scores, self.pace = [Score() for _ in runs], Pace()
+        for k, run in enumerate(runs):
+            if run.state:
+                self.learning.load(k, run.state["learning"])
+                self.scores[k], self.pace = Score(**run.state["score"]), Pace(**run.state["pace"])
+        self.can_save, self.saved = True, time.monotonic()
+
+    def finish(self) -> list[Mapping[str, Any]]:
+        """Go on to the end. Returns what came out of each."""
+        every, is_first = max(self.steps // POINTS, 1), True
+        while self.worlds.steps < self.steps and self.worlds.going:
+            begun, before = time.perf_counter(), self.worlds.steps
+            is_logged = (before + self.learning.rollout) // every > before // every
+            self.learning.iterate(is_logged)
+            if not is_first:  # that one compiles
+                self.pace.add(self.worlds.steps - before, time.perf_counter() - begun)
+            is_first = False
+            if is_logged:
+                self.log()
+            self.save_sometimes()
+        return [self.end(k) for k in range(len(self.runs))]
+
+    def log(self) -> None:
+        learning, pace = self.learning, self.pace.recent()
+        for k in self.worlds.going:
+            returns = self.scores[k].take(self.worlds.finished[k])
+            self.runs[k].log(self.worlds.steps, **learning.metrics[k], **learning.trust_metrics(k), **returns, **pace)
+        for run in self.runs:
+            run.progress(min(self.worlds.steps, self.steps), self.steps)
+
+    def save_sometimes(self) -> None:
+        if not self.can_save or time.monotonic() - self.saved < CHECKPOINT_SECONDS:
+            return
+        try:
+            states = [self.learning.state(k) for k in range(len(self.runs))]
+        except TypeError as error:
+            self.can_save = False
+            warnings.warn(f"{error}: if it is interrupted, this run begins anew", stacklevel=2)
+            return
+        pause: Pause | None = None
+        for run, score, state in zip(self.runs, self.scores, states, strict=True):
+            try:
+                run.checkpoint({"learning": state, "score": asdict(score), "pace": asdict(self.pace)})
+            except Pause as found:
+                pause = found
+        if pause is not None:
+            raise pause
+        self.saved = time.monotonic()
+
+    def end(self, k: int) -> Mapping[str, Any]:
+        """What came out of an agent; its policy stays beside its run."""
+        from ..rl.evaluate import save_policy
+
+        save_policy(self.runs[k].directory / "policy.pt", self.learning.policy(k))
+        self.scores[k].take(self.worlds.finished[k])
+        taken = sum(self.worlds.steps if at is None else at for at in self.worlds.diverged_at)
+        rate = None if self.pace.mean is None else self.pace.mean * taken / self.worlds.steps
+        values = {"diverged_at": self.worlds.diverged_at[k], "steps_per_second": rate, "together": len(self.runs)}
+        return {**self.scores[k].values(), **values}
+
+
+def film(settings: Settings, finished: Mapping[Config, Path]) -> Iterator[str]:
+    """Videos of agents with seed 0, if they are asked for and not there."""
+    if not settings.video:
+        return
+    from ..rl.evaluate import film, load_policy
+
+    for task, directory in finished.items():
+        path = directory / "video.mp4"
+        if task.seed == 0 and not path.exists():
+            what = f"{task.algo} on {task.env} with {task.optimizer}"
+            try:
+                (episode,) = film(load_policy(directory), path)
+                yield f"{path}: {what}, a return of {episode.total:.1f}"
+            except NonFiniteError as error:
+                yield f"no video of {what}: {error}"
+
+
+@dataclass
+class Score:
+    """Undiscounted returns of the episodes so far."""
+
+    episodes: int = 0
+    steps: int = 0
+    sum: float = 0.0
+    sum_by_steps: float = 0.0
+
+    def take(self, finished: list[tuple[float, int]]) -> dict[str, float]:
+        """Count episodes and take them away; their means, for a log."""
+        count = len(finished)
+        if not count:
+            return {}
+        total, length = sum(r for r, _ in finished), sum(n for _, n in finished)
+        self.episodes, self.steps, self.sum = self.episodes + count, self.steps + length, self.sum + total
+        self.sum_by_steps += sum(r * n for r, n in finished)
+        finished.clear()
+        return {"charts/episodic_return": total / count, "charts/episodic_length": length / count}
+
+    def values(self) -> dict[str, Any]:
+        """Means over the run, by step (an episode counts as often as it has steps) and by episode; None before the first."""
+        by_step = self.sum_by_steps / self.steps if self.episodes else None
+        return {"mean_return": by_step, "mean_return_of_episodes": self.sum / self.episodes if self.episodes else None}
+
+
+@dataclass
+class Pace:
+    """Seconds that steps took, without those of compiling."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    steps_before: int = 0  # the last log
+    seconds_before: float = 0.0
+
+    def add(self, steps: int, seconds: float) -> None:
+        self.steps, self.seconds = self.steps + steps, self.seconds + seconds
+
+    @property
+    def mean(self) -> float | None:
+        return self.steps / self.seconds if self.steps else None
+
+    def recent(self) -> dict[str, float]:
+        """Since the last log."""
+        steps, seconds = self.steps - self.steps_before, self.seconds - self.seconds_before
+        self.steps_before, self.seconds_before = self.steps, self.seconds
+        return {"charts/SPS": steps / seconds} if steps else {}
+
+
+EXPERIMENT = Experiment(
+    "rl",
+    "A2C and PPO: return by steps of the environment.",
+    Settings,
+    PRESETS,
+    Config,
+    tasks,
+    work,
+    run,
+    sections,
+    run_together=run_together,
+    kind=kind,
+    after=film,
+)

@@ -1,0 +1,201 @@
+"""UR-Reacher: PPO on a simulated UR5 with Adam and Scaled Adam, and how much is lost after the peak (Fig. 7)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from ...compile.step import BACKENDS
+from ..lab.experiment import option
+from ..lab.plots import Heat, Plot, Section, Series, Table
+from ..lab.statistics import Summary, summary
+from ..lab.store import Result
+from ..rl.config import OPTIMIZERS, Config
+from . import rl
+from ._rl_figures import averaged, conditions, curve
+
+ENV = "hesscale/UR-Reacher-2D-v0"
+STANDING_STILL = -74.1  # mean return of the policy that does nothing, over 1.4 million targets
+WINDOW = 0.1  # of a run's steps, that returns are averaged over: 250 episodes of 250,000 steps
+MUCH = 0.1  # a larger drop, as a part of the gain, is a deterioration
+
+
+@dataclass(frozen=True)
+class Settings:
+    optimizer: str = option("adam,scaled-adam", f"separated by commas: {', '.join(OPTIMIZERS)}")
+    step_size: str = option("3e-4", "separated by commas")
+    seeds: int = option(5, "runs of each optimizer")
+    steps: int = option(250_000, "of the environment, 40 ms each, rounded up to whole rollouts")
+    eps: float = option(1e-5, "ε; the paper's text has 1e-8, the authors' code 1e-5")
+    trust_radius: float = option(1e-8, "Δ of the scaled optimizers, for each network")
+    half_value_loss: bool = option(False, "½ (v − R)² for the critic, whose curvature is 1, in place of (v − R)²")
+    truncation: str = option("bootstrap", "of episodes: bootstrap, or terminate: as if they were over, as many do it")
+    backend: str = option("inductor", f"of hesscale.compile_step: {', '.join(BACKENDS)}")
+    video: bool = option(False, "film an episode of each optimizer's agent with seed 0, as video.mp4 beside its run")
+
+
+PRESETS = {
+    "smoke": Settings(seeds=1, steps=2048, backend="eager"),
+    "small": Settings(seeds=2, steps=30_000, backend="eager"),
+    "paper": Settings(),
+}
+
+
+def tasks(settings: Settings) -> list[Config]:
+    if "@" in settings.optimizer:
+        raise ValueError("optimizers are compared at the same step sizes, those of step_size; leave out @")
+    return rl.tasks(rl.Settings(algo="ppo", env=ENV, **asdict(settings)))
+
+
+def work(settings: Settings) -> str:
+    return rl.work(rl.Settings(algo="ppo", env=ENV, **asdict(settings)))
+
+
+# ----------------------------------------------------------------------------------------------------------- what it shows
+
+
+class Course(NamedTuple):
+    """How a run went: the largest of its smoothed returns, where that was, and the last, or None after a divergence."""
+
+    peak: Summary
+    peak_step: int
+    end: Summary | None
+
+    @property
+    def drop(self) -> Summary | None:
+        if self.end is None:
+            return None
+        errors = [at.error for at in (self.peak, self.end) if at.error is not None]
+        return Summary(self.peak.mean - self.end.mean, math.hypot(*errors) if len(errors) == 2 else None)
+
+    @property
+    def part(self) -> float | None:
+        """The drop as a part of what was gained over standing still, if anything was."""
+        gain = self.peak.mean - STANDING_STILL
+        return self.drop.mean / gain if self.drop is not None and gain > 0 else None
+
+
+def smoothed(result: Result) -> dict[int, Summary]:
+    """At each logged step, from the first whole window on: the returns that were logged in the window that ends there."""
+    points, window = curve(result), WINDOW * result.task.steps
+    inside = {step: [value for at, value in points if step - window < at <= step] for step, _ in points if step >= window}
+    return {step: summary(values) for step, values in inside.items()}
+
+
+def course(result: Result) -> Course | None:
+    """None if no returns were logged for a whole window."""
+    points = smoothed(result)
+    if not points:
+        return None
+    peak = max(points, key=lambda step: points[step].mean)
+    return Course(points[peak], peak, points[max(points)] if result.values["diverged_at"] is None else None)
+
+
+def is_deteriorated(result: Result) -> bool:
+    found = course(result)
+    return result.values["diverged_at"] is not None or bool(found and found.part and found.part > MUCH)
+
+
+def sections(results: list[Result]) -> list[Section]:
+    """One for each way to train."""
+    groups: dict[tuple[Any, ...], list[Result]] = {}
+    for result in results:
+        same = {name: value for name, value in asdict(result.task).items() if name not in ("optimizer", "seed")}
+        groups.setdefault(tuple(same.items()), []).append(result)
+    return [section(found, f"-{k}" if k > 1 else "") for k, found in enumerate(groups.values(), start=1)]
+
+
+def section(results: list[Result], end: str) -> Section:
+    """``end`` tells the files of several sections apart."""
+    task = results[0].task
+    runs = {name: sorted((r for r in results if r.task.optimizer == name), key=lambda r: r.task.seed) for name in OPTIMIZERS}
+    runs = {name: found for name, found in runs.items() if found}
+    text = (
+        f"PPO on {task.env} for {task.steps:,} steps, α = {task.step_size:g}, {conditions(task)}. Returns are undiscounted; "
+        f"an episode is 4 s, or 100 steps. Standing still returns −{-STANDING_STILL:g} on average.\n\n"
+        "The paper finds on a real UR5 that the policy learned by Adam deteriorates in many of five runs, after a peak at about "
+        "80,000 steps, and that Scaled Adam's does in none.\n\n"
+        f"Smoothed returns are means over a window of {WINDOW:.0%} of all steps, {WINDOW * task.steps / 100:,.0f} episodes. A "
+        "run's peak is the largest of them, its end the last, and its gain the peak minus the return of standing still. It "
+        f"deteriorated if it lost more than {MUCH:.0%} of its gain from peak to end, or diverged. The largest of noisy values is "
+        "never below the last, so that a small drop need not be a loss."
+    )
+    items: list[Plot | Heat | Table] = [
+        optimizers_table(runs, end),
+        runs_table(runs, end),
+        mean_plot(runs, end),
+        runs_plot(runs, end),
+    ]
+    limit = ", the time limit as an end" if task.truncation == "terminate" else ""
+    return Section(f"UR-Reacher with PPO, α = {task.step_size:g}{limit}", text, items)
+
+
+def optimizers_table(runs: dict[str, list[Result]], end: str) -> Table:
+    rows: list[Sequence[str]] = []
+    for name, found in runs.items():
+        courses = [each for each in map(course, found) if each is not None]
+        columns = [
+            ([each.peak.mean for each in courses], 1),
+            ([each.end.mean for each in courses if each.end is not None], 1),
+            ([each.drop.mean for each in courses if each.drop is not None], 1),
+            ([each.part for each in courses if each.part is not None], 100),
+        ]
+        cells = [summary(values).text(".1f", factor) if values else "–" for values, factor in columns]
+        bad, diverged = sum(map(is_deteriorated, found)), sum(result.values["diverged_at"] is not None for result in found)
+        rows.append([OPTIMIZERS[name].label, *cells, f"{bad} of {len(found)}", f"{diverged} of {len(found)}"])
+    header = ["optimizer", "peak", "end", "drop", "drop, % of gain", "deteriorated", "diverged"]
+    caption = "Means and standard errors over runs; end and drop of those that did not diverge."
+    return Table(f"drops{end}", "From peak to end", header, rows, caption)
+
+
+def runs_table(runs: dict[str, list[Result]], end: str) -> Table:
+    rows: list[Sequence[str]] = []
+    for name, found in runs.items():
+        for result in found:
+            each, diverged_at = course(result), result.values["diverged_at"]
+            cells = ["–"] * 5
+            if each is not None:
+                cells[:2] = each.peak.text(".1f"), f"{each.peak_step:,}"
+            if each is not None and each.end is not None and each.drop is not None:
+                cells[2:] = each.end.text(".1f"), each.drop.text(".1f"), "–" if each.part is None else f"{100 * each.part:.1f}"
+            diverged = "no" if diverged_at is None else f"at {diverged_at:,}"
+            rows.append([OPTIMIZERS[name].label, str(result.task.seed), *cells, diverged])
+    header = ["optimizer", "seed", "peak", "at step", "end", "drop", "drop, % of gain", "diverged"]
+    caption = "Smoothed returns, with standard errors over what was logged in a window."
+    return Table(f"each-run{end}", "Each run", header, rows, caption)
+
+
+def mean_plot(runs: dict[str, list[Result]], end: str) -> Plot:
+    worst = min((value for found in runs.values() for result in found for _, value in curve(result)), default=0.0)
+    series = []
+    for name, found in runs.items():
+        points = averaged(found, worst)
+        low, high = ([at.mean + sign * (at.error or 0) for at in points.values()] for sign in (-1, 1))
+        series.append(Series(OPTIMIZERS[name].label, list(points), [at.mean for at in points.values()], low, high))
+    caption = "Episodes since the last point; mean and standard error over runs, of which those that diverged count as the worst."
+    return Plot(f"mean{end}", "Return on UR-Reacher", series, "steps", "return", caption=caption)
+
+
+def runs_plot(runs: dict[str, list[Result]], end: str) -> Plot:
+    series = [
+        Series(OPTIMIZERS[name].label, list(points), [at.mean for at in points.values()])
+        for name, found in runs.items()
+        for points in map(smoothed, found)
+    ]
+    caption = "Smoothed returns, a line for each run; one that diverged ends there."
+    return Plot(f"runs{end}", "Return on UR-Reacher, each run", series, "steps", "return", caption=caption)
+
+
+EXPERIMENT = dataclasses.replace(
+    rl.EXPERIMENT,
+    name="robot",
+    title="PPO on a simulated UR5: how much is lost after the peak, with and without a trust region.",
+    settings=Settings,
+    presets=PRESETS,
+    tasks=tasks,
+    work=work,
+    sections=sections,
+)

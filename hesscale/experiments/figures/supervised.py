@@ -1,0 +1,124 @@
+"""Image classification: seven optimizers on DeepOBS's networks, by epochs and by seconds (Fig. 4, Appendix G)."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...compile.step import BACKENDS
+from ..bench.command import choose
+from ..lab.experiment import Experiment, option
+from ..vision.config import OPTIMIZERS, Task, companions
+from ..vision.members import PRECISIONS
+from ..vision.problems import ACTIVATIONS, PADDINGS, PROBLEMS
+from ..vision.trainer import run, run_together
+from ._methods import HELP, methods
+from ._supervised_figures import sections
+
+DEVICES = ("auto", "cpu", "cuda")
+PAPER = ("sgd", "adam", "adahessian", "bl89", "ggnmc", "adahesscale", "adahesscale-gn")
+
+
+@dataclass(frozen=True)
+class Settings:
+    task: str = option("digits-mlp", f"separated by commas: {', '.join(PROBLEMS)}")
+    optimizer: str = option(",".join(PAPER), f"{HELP}: {', '.join(OPTIMIZERS)}")
+    step_size: str = option(
+        "1e-5,1e-4,1e-3,1e-2,1e-1,1", "to choose from by accuracy on the validation split, where @ gives none"
+    )
+    seeds: int = option(3, "of initial network, batches and augmentation, the same for every optimizer")
+    epochs: int = option(0, "0 for the task's own")
+    sgd_epochs: int = option(1, "SGD trains so many times as long: the paper gives it the time of the slowest")
+    batch: int = option(0, "images in a batch, 0 for the task's own")
+    activation: str = option("elu", f"one of {', '.join(ACTIVATIONS)}")
+    padding: str = option("deepobs", f"of convolutions and pools: {' or '.join(PADDINGS)}, as in the authors' code")
+    l2: float = option(0.0, "λ of ½λ‖W‖², weights without biases; DeepOBS has 0.002 for 3C3D and 0.0005 for All-CNN-C")
+    augment: bool = option(True, "shift, flip and recolour images of CIFAR-100")
+    eps: float = option(1e-8, "ε of the adaptive optimizers")
+    trust_radius: float = option(1e-4, "Δ of the scaled optimizers")
+    evaluate_every: int = option(1, "epochs")
+    precision: str = option("tf32", f"of matrix products on a GPU, and bf16 on a CPU too: {', '.join(PRECISIONS)}")
+    device: str = option("auto", f"one of {', '.join(DEVICES)}")
+    backend: str = option("auto", f"of hesscale.compile_step: {', '.join(BACKENDS)}; auto is inductor on a GPU, else traced")
+
+
+PRESETS = {
+    "smoke": Settings(optimizer="adam,adahesscale,scaled-adahesscale", step_size="1e-3,1e-2", seeds=2, epochs=2),
+    "small": Settings(),
+    "paper": Settings(task="cifar100-3c3d,cifar100-allcnnc", seeds=30),
+}
+
+
+def tasks(settings: Settings) -> list[Task]:
+    problems = choose(settings.task, {name: name for name in PROBLEMS}, "task")
+    if not problems:
+        raise ValueError("no task is asked for")
+    pairs = methods(settings.optimizer, settings.step_size, OPTIMIZERS)
+    known = {"activation": ACTIVATIONS, "padding": PADDINGS, "precision": PRECISIONS, "device": DEVICES}
+    for name, values in {**known, "backend": ("auto", *BACKENDS)}.items():
+        if getattr(settings, name) not in values:
+            raise ValueError(f"{name}={getattr(settings, name)!r} is not one of {', '.join(values)}")
+    if min(settings.seeds, settings.sgd_epochs, settings.evaluate_every) < 1 or min(settings.epochs, settings.batch) < 0:
+        raise ValueError("seeds, sgd_epochs and evaluate_every must be positive, epochs and batch positive or 0")
+    if not 0 < settings.trust_radius < math.inf:
+        raise ValueError(f"trust_radius={settings.trust_radius} must be positive")
+    if not (0 <= settings.l2 < math.inf and 0 <= settings.eps < math.inf):
+        raise ValueError(f"l2={settings.l2} or eps={settings.eps} is out of range")
+    has_gpu, device = torch.cuda.is_available(), settings.device
+    if device == "auto":
+        device = "cuda" if has_gpu else "cpu"
+    if device == "cuda" and not has_gpu:
+        raise ValueError("device=cuda, but torch finds no GPU here")
+    backend = settings.backend
+    if backend == "auto":
+        backend = "inductor" if device == "cuda" else "traced"
+    precision = "float32" if (settings.precision, device) == ("tf32", "cpu") else settings.precision
+    shared: dict[str, Any] = {name: getattr(settings, name) for name in ("activation", "padding", "l2", "eps", "evaluate_every")}
+    shared |= {"precision": precision, "device": device, "backend": backend}
+    return [
+        Task(
+            problem=name,
+            dataset=PROBLEMS[name].dataset,
+            optimizer=optimizer,
+            step_size=size,
+            seed=seed,
+            epochs=settings.epochs or PROBLEMS[name].epochs,
+            times=settings.sgd_epochs if optimizer == "sgd" else 1,
+            batch=settings.batch or PROBLEMS[name].batch,
+            augment=settings.augment and PROBLEMS[name].is_augmented,
+            trust_radius=settings.trust_radius if OPTIMIZERS[optimizer].is_scaled else 0.0,
+            **shared,
+        )
+        for name, (optimizer, size), seed in itertools.product(problems, pairs, range(settings.seeds))
+    ]
+
+
+def work(settings: Settings) -> str:
+    asked = tasks(settings)
+    epochs = sum(task.all_epochs for task in asked)
+    return f"{len(asked)} networks ({settings.task}), {epochs:,} epochs in all"
+
+
+def is_timed(task: Task) -> bool:
+    """Its seconds are those of the wall on a GPU, which others would share."""
+    return task.device == "cuda"
+
+
+EXPERIMENT = Experiment(
+    "supervised",
+    "Seven optimizers on image classification, by epochs and by seconds.",
+    Settings,
+    PRESETS,
+    Task,
+    tasks,
+    work,
+    run,
+    sections,
+    alone=is_timed,
+    run_together=run_together,
+    kind=companions,
+)

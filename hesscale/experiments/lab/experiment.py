@@ -1,0 +1,117 @@
+"""An experiment: settings with presets, tasks that they ask for, a function that does one, and what all of them show together."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import pkgutil
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .data import fingerprint
+from .plots import Section
+from .store import BusyRun, DamagedRun, Result, Run, Store, Task
+
+PRESETS = ("smoke", "small", "paper")
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One file in ``hesscale/experiments``, as its ``EXPERIMENT``.
+
+    Attributes:
+        name: of the command.
+        title: what it shows, in a line.
+        settings: a frozen dataclass; each field is an :func:`option` and one of the command line.
+        presets: settings of ``smoke`` (seconds), ``small`` (minutes) and ``paper`` (the paper's).
+        task: a frozen dataclass of plain values: all that decides the numbers of one run, and nothing else.
+        tasks: those that settings ask for. The same task asked for by other settings is the same run.
+        work: how much that is, in a line.
+        run: does a task, from ``run.state`` on where there is one, and returns what came out: tensors and plain values by name.
+        sections: what the runs show, whatever settings they differ in; some may be missing.
+        alone: of a task: whether it is to run while no other does, because it measures time.
+        run_together: does several tasks at once, each in its run, and returns what came out of each.
+        kind: of a task; those of the same kind can be done together.
+        after: does what settings ask for beyond runs, with the directories of those that are finished, and says what.
+    """
+
+    name: str
+    title: str
+    settings: type
+    presets: Mapping[str, Any]
+    task: type
+    tasks: Callable[[Any], list[Any]]
+    work: Callable[[Any], str]
+    run: Callable[[Any, Run, Path | None], Mapping[str, Any]]
+    sections: Callable[[list[Result]], list[Section]]
+    alone: Callable[[Any], bool] | None = None
+    run_together: Callable[[Sequence[Any], Sequence[Run], Path | None], Sequence[Mapping[str, Any]]] | None = None
+    kind: Callable[[Any], Hashable] | None = None
+    after: Callable[[Any, Mapping[Any, Path]], Iterator[str]] | None = None
+
+    def do(self, store: Store, task: Task, data: Path | None, command: str = "") -> None:
+        """Do a task, or what is left of it. ``data`` is where the user keeps data sets."""
+        self.do_together(store, [task], data, command)
+
+    def do_together(
+        self, store: Store, tasks: Sequence[Task], data: Path | None, command: str = ""
+    ) -> Sequence[BusyRun | DamagedRun | None]:
+        """Do several, at once where that is possible. Returns for each why it could not even be begun, where there are others."""
+        problems: list[BusyRun | DamagedRun | None] = []
+        with ExitStack() as stack:
+            runs = []
+            for task in tasks:
+                try:
+                    runs.append(stack.enter_context(store.open(self.name, task, command)))
+                    problems.append(None)
+                except (BusyRun, DamagedRun) as problem:
+                    if len(tasks) == 1:
+                        raise
+                    problems.append(problem)
+            left = [run for run in runs if not run.is_finished]
+            for run in left:
+                run.reads(self.inputs(run.task, data))
+            for run, values in zip(left, self.outcomes(left, data), strict=True):
+                run.finish(values)
+        return problems
+
+    def outcomes(self, runs: list[Run], data: Path | None) -> Sequence[Mapping[str, Any]]:
+        tasks = [self.task(**run.task) for run in runs]
+        if self.run_together is not None and len(runs) > 1:
+            return self.run_together(tasks, runs, data)
+        return [self.run(task, run, data) for task, run in zip(tasks, runs, strict=True)]
+
+    def kind_of(self, task: Task) -> Hashable:
+        return self.kind(self.task(**task)) if self.kind is not None else None
+
+    def is_alone(self, tasks: Iterable[Task]) -> bool:
+        return self.alone is not None and any(self.alone(self.task(**task)) for task in tasks)
+
+    def inputs(self, task: Task, data: Path | None) -> str:
+        """What tells the data that a task reads from others of the same name; nothing if it reads none."""
+        return fingerprint(task["dataset"], data) if "dataset" in task else ""
+
+    def results(self, store: Store, tasks: list[Task]) -> list[Result]:
+        """Those of these tasks that are done, with tasks as the experiment's own type."""
+        found = [store.result(self.name, task) for task in tasks]
+        return [dataclasses.replace(result, task=self.task(**result.task)) for result in found if result is not None]
+
+
+def option(default: Any, help: str) -> Any:
+    """A field of settings."""
+    return dataclasses.field(default=default, metadata={"help": help})
+
+
+def experiments() -> dict[str, Experiment]:
+    """By name: every module of ``hesscale.experiments.figures`` has one."""
+    from .. import figures as package
+
+    modules = [importlib.import_module(f"{package.__name__}.{found.name}") for found in pkgutil.iter_modules(package.__path__)]
+    return {module.EXPERIMENT.name: module.EXPERIMENT for module in modules if hasattr(module, "EXPERIMENT")}
+
+
+def as_task(task: Any) -> Task:
+    return dataclasses.asdict(task)

@@ -1,0 +1,286 @@
+"""What A2C and PPO share: agents in environments of one kind, that learn side by side in one compiled step."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ...compile.ensemble import ensemble
+from ...compile.step import compile_step
+from ...optim import CurvatureOptimizer
+from ..lab.store import seeded
+from .config import OPTIMIZERS, OWN, Config
+from .networks import Agent, Array, Categorical, Crew, Gaussian
+from .wrappers import Rollout, Worlds
+
+MOST_NORM = 0.5  # of gradients in CleanRL's protocol
+
+
+class Algorithm:
+    """Agents, each in an environment of its own; subclasses say what rollouts teach.
+
+    They go in step and are updated together, and each becomes what it would alone, but for the draws of AdaHessian and for
+    rounding.
+
+    Args:
+        configs: one for each agent; they differ in nothing but ``OWN``.
+
+    Attributes:
+        rollout: steps between updates.
+        metrics: of each agent, when they were last asked for.
+    """
+
+    rollout: int
+    gamma = 0.99
+
+    def __init__(self, configs: Sequence[Config], *, orthogonal: bool, time_feature: bool) -> None:
+        check_alike(configs)
+        self.configs, self.config = list(configs), configs[0]
+        options = {"gamma": self.gamma, "normalize": self.config.normalize, "time_feature": time_feature}
+        self.make_worlds: Callable[[list[int]], Worlds] = lambda seeds: Worlds(self.config.env, seeds, **options)  # type: ignore[arg-type]
+        self.worlds = self.make_worlds([config.seed for config in configs])
+        self.agents: list[Agent] = []
+        for config in reversed(configs):
+            with seeded(config.seed):
+                self.agents.insert(0, agent_for(self.worlds, config, orthogonal=orthogonal))
+                self.random_state = torch.get_rng_state()  # from here on that of AdaHessian's draws, by the first seed
+        self.crew = Crew(self.agents)
+        self.shuffles = [torch.Generator().manual_seed(config.seed) for config in configs]
+        self.optimizers = [optimizer_for(agent, config) for agent, config in zip(self.agents, configs, strict=True)]
+        self.step = self.make_step()
+        self.is_warm = self.is_cleanrl
+        self.twin: Worlds | None = None  # a copy of the first from what was saved, which is to do the same
+        self.is_checked = False
+        self.kept: dict[int, dict[str, Any]] = {}  # policies of those that diverged
+        self.batch: list[Tensor] = []
+        self.metrics: list[dict[str, float]] = [{} for _ in configs]
+
+    @property
+    def is_cleanrl(self) -> bool:
+        return self.config.protocol == "cleanrl"
+
+    @property
+    def loss(self) -> Callable[..., Tensor]:
+        """(agent, *batch) to the sum of all its networks' losses."""
+        raise NotImplementedError
+
+    def learn(self, rollout: Rollout) -> None:
+        """Update the networks, which ``crew`` has as they were during the rollout, and keep the ``batch`` that it was made of."""
+        raise NotImplementedError
+
+    def measure(self, k: int) -> dict[str, float]:
+        """Metrics of an agent that has learned from ``batch``."""
+        raise NotImplementedError
+
+    def make_step(self) -> Callable[..., Any]:
+        """(*batch) to an update of all agents, with a first dimension for them in the batch."""
+        if self.is_cleanrl:
+            return self.clipped_steps
+        if len(self.agents) > 1:
+            return ensemble(self.agents, self.loss, self.optimizers, backend=self.config.backend).again
+        alone = compile_step(self.agents[0], self.loss, self.optimizers[0], backend=self.config.backend)
+        return lambda *batch: alone.again(*[tensor[0] for tensor in batch])
+
+    def iterate(self, is_logged: bool = True) -> None:
+        """A rollout, and what it teaches."""
+        if self.is_cleanrl:
+            self.anneal()
+        self.crew.look()
+        twin, self.twin = self.twin, None
+        rollout = self.worlds.collect(self.crew, self.rollout)
+        if twin is not None and 0 in self.worlds.going:
+            self.compare(rollout, twin.collect(Crew(self.agents[:1]), self.rollout))
+        self.keep()
+        if not self.worlds.going:
+            return
+        with self.own_random_numbers():
+            self.learn(rollout)
+        for k in [k for k in self.worlds.going if self.optimizers[k].nonfinite_steps]:
+            self.worlds.stop(k)
+        self.keep()
+        if is_logged:
+            with torch.no_grad():
+                for k in self.worlds.going:
+                    self.metrics[k] = self.measure(k)
+
+    def compare(self, rollout: Rollout, other: Rollout) -> None:
+        if not rollout.begins_like(other):
+            warnings.warn(f"a copy of {self.config.env} goes another way: a run that is resumed will too", stacklevel=3)
+
+    def keep(self) -> None:
+        """Policies of those that diverged, as they were then."""
+        for k, at in enumerate(self.worlds.diverged_at):
+            if at is not None and k not in self.kept:
+                self.kept[k] = self.policy(k)
+
+    def anneal(self) -> None:
+        """The step size falls to 0."""
+        share = max(1 - self.worlds.steps / self.config.steps, 0)
+        for config, optimizer in zip(self.configs, self.optimizers, strict=True):
+            for group in optimizer.param_groups:
+                group["lr"] = share * config.step_size
+
+    @contextlib.contextmanager
+    def own_random_numbers(self) -> Iterator[None]:
+        outside = torch.get_rng_state()
+        torch.set_rng_state(self.random_state)
+        try:
+            yield
+        finally:
+            self.random_state = torch.get_rng_state()
+            torch.set_rng_state(outside)
+
+    def update(self, *batch: Tensor) -> None:
+        """One step of all networks."""
+        if not self.is_warm:
+            self.warm_up(batch)
+        self.step(*batch)
+
+    def warm_up(self, batch: tuple[Tensor, ...]) -> None:
+        """Compile by steps that are taken back, so that all that count are made by the same code, also after an interruption."""
+        before = [(copies(agent.parameters()), state_of(optimizer)) for agent, optimizer in self.pairs()]
+        with torch.random.fork_rng(devices=[]):
+            for _ in range(2):
+                self.step(*batch)
+        for (agent, optimizer), (weights, state) in zip(self.pairs(), before, strict=True):
+            with torch.no_grad():
+                for p, weight in zip(agent.parameters(), weights, strict=True):
+                    p.copy_(weight)
+            take_back(optimizer, state)
+        self.is_warm = True
+
+    def pairs(self) -> list[tuple[Agent, CurvatureOptimizer]]:
+        return list(zip(self.agents, self.optimizers, strict=True))
+
+    def clipped_steps(self, *batch: Tensor) -> None:
+        """Eager steps with the norm of the gradient clipped."""
+        for k, (agent, optimizer) in enumerate(self.pairs()):
+            optimizer.zero_grad()
+            optimizer.backward(self.loss(agent, *[tensor[k] for tensor in batch]))
+            nn.utils.clip_grad_norm_(agent.parameters(), MOST_NORM)
+            optimizer.step()
+
+    def values(self, rollout: Rollout) -> tuple[Array, Array]:
+        """v(s_t) and v(s_{t+1})."""
+        both = np.concatenate([rollout.observations, rollout.following], 1)
+        values = self.crew.values(torch.from_numpy(both)).numpy()
+        return values[:, : self.rollout], values[:, self.rollout :]
+
+    def trust_metrics(self, k: int) -> dict[str, float]:
+        """η of an agent's last step and the share of its steps with η < 1, for each network."""
+        optimizer, names = self.optimizers[k], list(self.agents[k].networks)
+        found: dict[str, float] = {}
+        for name, eta in zip(names, optimizer.eta, strict=False):
+            found |= {} if eta is None else {f"trust/eta_{name}": float(eta)}
+        return found | {f"trust/scaled_share_{names[i]}": float(share) for i, share in optimizer.scaled_share.items()}
+
+    def state(self, k: int) -> dict[str, Any]:
+        """All that an agent needs to go on, in a form that loads with ``weights_only=True``; once, it is checked that a copy of
+        the environment made from it does the same.
+
+        Raises:
+            TypeError: if the environment's state cannot be saved.
+        """
+        world, optimizer = self.worlds.state(k), self.optimizers[k].state_dict()
+        entries = {i: {name: entry.clone() for name, entry in own.items()} for i, own in optimizer["state"].items()}
+        if k == 0 and not self.is_checked and k in self.worlds.going:
+            self.twin, self.is_checked = self.make_worlds([self.config.seed]), True
+            self.twin.load(0, world)
+        return {
+            "world": world,
+            **self.policy(k),
+            "optimizer": {**optimizer, "state": entries},  # copies, since each is a view of what all agents have
+            "counters": {name: count.clone() for name, count in self.optimizers[k].counters.items()},
+            "random_state": self.random_state,
+            "shuffle": self.shuffles[k].get_state(),
+        }
+
+    def policy(self, k: int) -> dict[str, Any]:
+        """What it takes to act like an agent, as it is or was when it diverged."""
+        if k in self.kept:
+            return self.kept[k]
+        return {
+            "config": dataclasses.asdict(self.configs[k]),
+            "agent": {name: tensor.clone() for name, tensor in self.agents[k].state_dict().items()},
+            "seen": self.worlds.seen.state(k),
+            "steps": self.worlds.steps if (at := self.worlds.diverged_at[k]) is None else at,
+        }
+
+    def load(self, k: int, state: dict[str, Any]) -> None:
+        self.worlds.load(k, state["world"])
+        self.agents[k].load_state_dict(state["agent"])
+        self.optimizers[k].load_state_dict(state["optimizer"])
+        self.optimizers[k].counters.update(state["counters"])
+        self.random_state = state["random_state"]
+        self.step, self.is_warm = self.make_step(), self.is_cleanrl  # `again` would go on with what the optimizers had
+        self.shuffles[k].set_state(state["shuffle"])
+        self.kept = {}
+        self.keep()
+
+
+def check_alike(configs: Sequence[Config]) -> None:
+    """Agents that learn side by side do the same, with other numbers."""
+    for config in configs[1:]:
+        changed = {name: getattr(config, name) for name in OWN}
+        if dataclasses.replace(configs[0], **changed) != config:
+            raise ValueError(f"agents that learn together differ in {', '.join(OWN)} alone, not as {configs[0]} and {config}")
+
+
+def optimizer_for(agent: Agent, config: Config) -> CurvatureOptimizer:
+    """One with a trust region for each network."""
+    kind = OPTIMIZERS[config.optimizer]
+    return kind.make(
+        [{"params": network.parameters()} for network in agent.networks.values()],
+        lr=config.step_size,
+        eps=config.eps,
+        trust_radius=config.trust_radius if kind.is_scaled else None,
+        trust_region="group",
+        on_nonfinite="skip",
+    )
+
+
+def copies(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+def state_of(optimizer: CurvatureOptimizer) -> tuple[list[dict[str, Tensor]], dict[str, Tensor], int]:
+    """Of each parameter, counters, and how many steps it has made."""
+    entries = [{name: entry.clone() for name, entry in optimizer.state[p].items()} for p in optimizer.parameters()]
+    counters = {name: count.clone() for name, count in optimizer.counters.items()}
+    return entries, counters, optimizer.param_groups[0]["step_count"]
+
+
+def take_back(optimizer: CurvatureOptimizer, state: tuple[list[dict[str, Tensor]], dict[str, Tensor], int]) -> None:
+    """In place, as it was; what has been added since is 0."""
+    known, counters, taken = state
+    for p, entries in zip(optimizer.parameters(), known, strict=True):
+        for name, entry in optimizer.state[p].items():
+            entry.copy_(entries[name]) if name in entries else entry.zero_()
+    for name, count in optimizer.counters.items():
+        count.copy_(counters[name]) if name in counters else count.zero_()
+    for group in optimizer.param_groups:
+        group["step_count"] = taken
+
+
+def agent_for(world: Worlds, config: Config, *, orthogonal: bool) -> Agent:
+    """Networks of the environment's sizes."""
+    wanted = "categorical" if world.is_discrete else "gaussian"
+    if config.policy not in ("auto", wanted):
+        kind = "discrete" if world.is_discrete else "continuous"
+        raise ValueError(f"{config.env} has {kind} actions, for which policy={config.policy!r} is none; use {wanted!r} or 'auto'")
+    if world.is_discrete:
+        return Categorical(world.inputs, world.outputs, orthogonal=orthogonal)
+    return Gaussian(world.inputs, world.outputs, orthogonal=orthogonal, shared=config.protocol == "cleanrl")
+
+
+def explained_variance(values: Tensor, returns: Tensor) -> float:
+    """1 − Var(R − v) / Var(R), 0 where returns do not vary."""
+    spread = float(returns.var(correction=0))
+    return 1 - float((returns - values).var(correction=0)) / spread if spread > 0 else 0.0

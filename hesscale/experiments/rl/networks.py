@@ -1,0 +1,253 @@
+"""Policies with their critic: tanh networks of their own for mean, variance and value, or for logits and value.
+
+Losses train each network by itself: that of the mean holds the variance fixed, and the other way round.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ... import losses
+
+Array: TypeAlias = Any  # of numpy
+Outputs: TypeAlias = Mapping[str, Any]  # of networks by name: arrays or tensors
+
+LEAST_VARIANCE = 1e-16  # σ is at least 1e-8
+
+
+def network(inputs: int, widths: Sequence[int], outputs: int, *, orthogonal: bool, gain: float) -> nn.Sequential:
+    """Tanh layers and a linear one; ``orthogonal`` weights have gain √2 in hidden layers and ``gain`` in the last, biases 0."""
+    sizes = [inputs, *widths, outputs]
+    linear = [nn.Linear(a, b) for a, b in itertools.pairwise(sizes)]
+    if orthogonal:
+        for layer in linear:
+            nn.init.orthogonal_(layer.weight, gain if layer is linear[-1] else math.sqrt(2))
+            nn.init.zeros_(layer.bias)
+    return nn.Sequential(*[part for layer in linear[:-1] for part in (layer, nn.Tanh())], linear[-1])
+
+
+class Shared(nn.Module):
+    """log σ² that is the same in all states, from a parameter log σ."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.inputs = inputs
+        self.log_std = nn.Parameter(torch.zeros(outputs))
+
+    def forward(self, observations: Tensor) -> Tensor:
+        return 2 * self.log_std
+
+
+class Agent(nn.Module):
+    """A policy and its critic. Children are the networks, each of which is trained with a trust region of its own."""
+
+    critic: nn.Module
+
+    @property
+    def networks(self) -> dict[str, nn.Module]:
+        return dict(self.named_children())
+
+    def values(self, observations: Tensor) -> Tensor:
+        """v(s), one for each observation."""
+        result: Tensor = self.critic(observations).squeeze(-1)
+        return result
+
+    @staticmethod
+    def noise(draws: np.random.Generator, shape: tuple[int, ...]) -> Array:
+        """What :meth:`actions` makes actions of, for policies with so many outputs in the last dimension."""
+        raise NotImplementedError
+
+    @staticmethod
+    def actions(outputs: Outputs, noise: Array) -> tuple[Array, Array]:
+        """Actions drawn from policies by the outputs of their networks, and rows that are finite where these are."""
+        raise NotImplementedError
+
+    @staticmethod
+    def log_prob(outputs: Outputs, actions: Tensor) -> Tensor:
+        """log π(a|s), likewise."""
+        raise NotImplementedError
+
+    def policy_gradient(self, observations: Tensor, actions: Tensor, advantages: Tensor) -> Tensor:
+        """−log π(a|s) A, a mean over samples and a sum over the policy's networks."""
+        raise NotImplementedError
+
+    def surrogate(self, observations: Tensor, actions: Tensor, advantages: Tensor, old: Tensor, clip: float) -> Tensor:
+        """PPO's −min(r A, clip(r) A), likewise; ``old`` is log π(a|s) before the update."""
+        raise NotImplementedError
+
+
+class Gaussian(Agent):
+    """a ~ N(μ(s), σ²(s)): μ with two hidden layers, σ² = exp of a network with one, or of a shared parameter."""
+
+    def __init__(self, inputs: int, outputs: int, *, orthogonal: bool, shared: bool, width: int = 64) -> None:
+        super().__init__()
+        self.mean = network(inputs, [width] * 2, outputs, orthogonal=orthogonal, gain=0.01)
+        self.variance = Shared(inputs, outputs) if shared else network(inputs, [width], outputs, orthogonal=orthogonal, gain=0.01)
+        self.critic = network(inputs, [width] * 2, 1, orthogonal=orthogonal, gain=1)
+
+    def forward(self, observations: Tensor) -> tuple[Tensor, Tensor]:
+        """μ and σ²."""
+        return self.mean(observations), self.variance(observations).exp().clamp(min=LEAST_VARIANCE)
+
+    @staticmethod
+    def noise(draws: np.random.Generator, shape: tuple[int, ...]) -> Array:
+        return draws.standard_normal(shape, dtype=np.float32)
+
+    @staticmethod
+    def actions(outputs: Outputs, noise: Array) -> tuple[Array, Array]:
+        variance = np.maximum(np.exp(outputs["variance"]), np.float32(LEAST_VARIANCE))
+        actions = outputs["mean"] + np.sqrt(variance) * noise
+        return actions, actions
+
+    @staticmethod
+    def log_prob(outputs: Outputs, actions: Tensor) -> Tensor:
+        variance = outputs["variance"].exp().clamp(min=LEAST_VARIANCE)
+        return losses.gaussian_log_prob(outputs["mean"], actions, variance=variance)
+
+    def policy_gradient(self, observations: Tensor, actions: Tensor, advantages: Tensor) -> Tensor:
+        mean, variance = self(observations)
+        by_mean = losses.gaussian_policy_gradient(mean, actions, advantages, variance=variance.detach())
+        return by_mean + losses.gaussian_policy_gradient(mean.detach(), actions, advantages, variance=variance)
+
+    def surrogate(self, observations: Tensor, actions: Tensor, advantages: Tensor, old: Tensor, clip: float) -> Tensor:
+        mean, variance = self(observations)
+        by_mean = losses.gaussian_ppo(mean, actions, advantages, old, variance=variance.detach(), clip=clip)
+        return by_mean + losses.gaussian_ppo(mean.detach(), actions, advantages, old, variance=variance, clip=clip)
+
+
+class Categorical(Agent):
+    """a ~ softmax(logits(s)), two hidden layers."""
+
+    def __init__(self, inputs: int, outputs: int, *, orthogonal: bool, width: int = 64) -> None:
+        super().__init__()
+        self.logits = network(inputs, [width] * 2, outputs, orthogonal=orthogonal, gain=0.01)
+        self.critic = network(inputs, [width] * 2, 1, orthogonal=orthogonal, gain=1)
+
+    @staticmethod
+    def noise(draws: np.random.Generator, shape: tuple[int, ...]) -> Array:
+        return draws.gumbel(size=shape)
+
+    @staticmethod
+    def actions(outputs: Outputs, noise: Array) -> tuple[Array, Array]:
+        logits = outputs["logits"]
+        return np.argmax(logits + noise, -1), logits
+
+    @staticmethod
+    def log_prob(outputs: Outputs, actions: Tensor) -> Tensor:
+        return losses.categorical_log_prob(outputs["logits"], actions)
+
+    def policy_gradient(self, observations: Tensor, actions: Tensor, advantages: Tensor) -> Tensor:
+        return losses.categorical_policy_gradient(self.logits(observations), actions, advantages)
+
+    def surrogate(self, observations: Tensor, actions: Tensor, advantages: Tensor, old: Tensor, clip: float) -> Tensor:
+        return losses.categorical_ppo(self.logits(observations), actions, advantages, old, clip=clip)
+
+
+def draws_of(seed: int) -> np.random.Generator:
+    """Random numbers for actions; gymnasium draws an environment's from ``default_rng(seed)``, and these must not be the same."""
+    return np.random.default_rng([seed, 1])
+
+
+Layers: TypeAlias = list[tuple[Tensor, Tensor]]  # weights (agents, outputs, inputs) and biases (agents, 1, outputs)
+
+
+class Column(NamedTuple):
+    """A layer of all agents."""
+
+    weights: list[Tensor]
+    biases: list[Tensor]
+    scale: float = 1.0  # of the biases
+
+    def scaled(self, biases: Tensor) -> Tensor:
+        return biases if self.scale == 1 else self.scale * biases
+
+
+class Crew:
+    """Agents of one kind side by side: all networks of one name are evaluated at once.
+
+    Single observations are evaluated by numpy, which takes a sixth of torch's time for them.
+    """
+
+    def __init__(self, agents: Sequence[Agent]) -> None:
+        self.kind = type(agents[0])
+        self.columns = {name: columns_of([agent.networks[name] for agent in agents]) for name in agents[0].networks}
+        self.parameters = [p for agent in agents for p in agent.parameters()]
+        self.viewed: list[int] = []  # where all parameters are, if what is here are views of them
+        self.look()
+        self.outputs = next(iter(self.arrays.values()))[-1][1].shape[1]
+
+    @torch.no_grad()
+    def look(self) -> None:
+        """See the weights as they are now. Of changes that come later, some may be seen at once: look again after each."""
+        places = [p.data_ptr() for p in self.parameters]
+        if places == self.viewed:
+            return
+        self.layers: dict[str, Layers] = {
+            name: [(side_by_side(c.weights), c.scaled(side_by_side(c.biases)[:, None])) for c in columns]
+            for name, columns in self.columns.items()
+        }
+        policy = {name: layers for name, layers in self.layers.items() if name != "critic"}
+        self.arrays = {name: [(w.numpy(), b.mT.numpy()) for w, b in layers] for name, layers in policy.items()}
+        firsts = {tensor.data_ptr() for layers in self.layers.values() for layer in layers for tensor in layer}
+        self.viewed = places if firsts <= set(places) else []
+
+    def noise(self, draws: np.random.Generator, count: int) -> Array:
+        """For so many actions of one agent."""
+        return self.kind.noise(draws, (count, self.outputs))
+
+    def act(self, observations: Array, noise: Array) -> tuple[Array, Array]:
+        """An action of each agent for its observation, and rows that are finite where its networks' outputs are."""
+        outputs = {}
+        with np.errstate(all="ignore"):  # of those that diverged
+            for name, layers in self.arrays.items():
+                x = observations[:, :, None]
+                for weight, bias in layers[:-1]:
+                    x = np.tanh(weight @ x + bias)
+                weight, bias = layers[-1]
+                outputs[name] = (weight @ x + bias)[:, :, 0]
+            return self.kind.actions(outputs, noise)
+
+    def values(self, observations: Tensor) -> Tensor:
+        """v(s) for observations (agents, …, inputs)."""
+        return evaluate(self.layers["critic"], observations)[..., 0]
+
+    def log_prob(self, observations: Tensor, actions: Tensor) -> Tensor:
+        """log π(a|s), likewise."""
+        return self.kind.log_prob({name: evaluate(self.layers[name], observations) for name in self.arrays}, actions)
+
+
+def side_by_side(tensors: list[Tensor]) -> Tensor:
+    """All as one, with another first dimension: a view where they lie evenly in one memory, as those of an ensemble do."""
+    first, last = tensors[0].detach(), tensors[-1]
+    if len(tensors) == 1:
+        return first[None]
+    apart = {after.data_ptr() - before.data_ptr() for before, after in itertools.pairwise(tensors)}
+    if len(apart) > 1 or min(apart) < 0 or first.untyped_storage().data_ptr() != last.untyped_storage().data_ptr():
+        return torch.stack(tensors)
+    return first.as_strided((len(tensors), *first.shape), (apart.pop() // first.itemsize, *first.stride()))
+
+
+def columns_of(networks: Sequence[nn.Module]) -> list[Column]:
+    """The layers of some networks. What is the same in all states has weights 0."""
+    shared = [network for network in networks if isinstance(network, Shared)]
+    if shared:
+        return [
+            Column([torch.zeros(*each.log_std.shape, each.inputs) for each in shared], [each.log_std for each in shared], 2.0)
+        ]
+    linear = [[layer for layer in network.children() if isinstance(layer, nn.Linear)] for network in networks]
+    return [Column([each.weight for each in column], [each.bias for each in column]) for column in zip(*linear, strict=True)]
+
+
+def evaluate(layers: Layers, x: Tensor) -> Tensor:
+    """The networks' outputs for inputs (agents, count, inputs)."""
+    for weight, bias in layers[:-1]:
+        x = torch.baddbmm(bias, x, weight.mT).tanh_()
+    weight, bias = layers[-1]
+    return torch.baddbmm(bias, x, weight.mT)

@@ -1,0 +1,75 @@
+"""Proximal policy optimization: ten epochs of 32 minibatches over every 2048 steps, with the clipped surrogate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ...losses import clipped_value_loss, value_loss
+from .config import Config
+from .learner import Algorithm, explained_variance
+from .networks import Agent, Crew
+from .returns import gae
+from .wrappers import Rollout
+
+
+class PPO(Algorithm):
+    """The surrogate for the policy and (v(s) − R)² for the critic, R = A + v; without entropy bonus or value clipping."""
+
+    rollout = 2048
+    epochs = 10
+    minibatches = 32
+    clip = 0.2
+    lam = 0.95
+
+    def __init__(self, configs: Sequence[Config]) -> None:
+        super().__init__(configs, orthogonal=True, time_feature=False)
+
+    @property
+    def loss(self) -> Callable[..., Tensor]:
+        half, clip, is_cleanrl = self.config.half_value_loss, self.clip, self.is_cleanrl
+
+        def loss(agent: Agent, *batch: Tensor) -> Tensor:
+            observations, actions, advantages, returns, old, old_values = batch
+            policy = agent.surrogate(observations, actions, standardised(advantages), old, clip)
+            values = agent.values(observations)
+            if is_cleanrl:
+                return policy + 0.5 * clipped_value_loss(values, returns, old_values, clip=clip, half=True)
+            return policy + value_loss(values, returns, half=half)
+
+        return loss
+
+    def learn(self, rollout: Rollout) -> None:
+        values, next_values = self.values(rollout)
+        over = rollout.is_over(self.config.truncation)
+        advantages = gae(rollout.rewards, values, next_values, over, rollout.ended, self.gamma, self.lam)
+        observations, actions = torch.from_numpy(rollout.observations), torch.from_numpy(rollout.actions)
+        known = [torch.from_numpy(array) for array in (advantages, advantages + values, values)]
+        old = self.crew.log_prob(observations, actions)
+        self.batch = [observations, actions, known[0], known[1], old, known[2]]
+        agents = torch.arange(len(self.agents))[:, None]
+        for _ in range(self.epochs):
+            orders = [torch.randperm(self.rollout, generator=shuffle).view(self.minibatches, -1) for shuffle in self.shuffles]
+            chosen = torch.stack(orders, 1)  # (minibatches, agents, samples)
+            for minibatch in zip(*[tensor[agents, chosen] for tensor in self.batch], strict=True):
+                self.update(*minibatch)
+
+    def measure(self, k: int) -> dict[str, float]:
+        observations, actions, advantages, returns, old, values = [tensor[k] for tensor in self.batch]
+        agent = self.agents[k]
+        log_ratio = Crew([agent]).log_prob(observations[None], actions[None])[0] - old
+        policy = agent.surrogate(observations, actions, standardised(advantages), old, self.clip)
+        value = value_loss(agent.values(observations), returns, half=self.config.half_value_loss)
+        return {
+            "losses/policy_loss": float(policy),
+            "losses/value_loss": float(value),
+            "losses/approx_kl": float((log_ratio.expm1() - log_ratio).mean()),
+            "losses/clipfrac": float(((log_ratio.exp() - 1).abs() > self.clip).float().mean()),
+            "losses/explained_variance": explained_variance(values, returns),
+        }
+
+
+def standardised(advantages: Tensor) -> Tensor:
+    return (advantages - advantages.mean()) / (advantages.std() + 1e-8)

@@ -1,0 +1,1382 @@
+"""A compiled step does what the eager step does: to the model, to the optimizer, and when something goes wrong."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import shutil
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.distributions import Categorical, Normal
+from torch.nn import functional as F
+from torch.optim import lr_scheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+import hesscale
+from hesscale.compile import step as compiled
+from hesscale.compile.holdings import clusters
+from hesscale.errors import CompileWarning, NonFiniteError
+
+pytestmark = pytest.mark.usefixtures("double_precision")
+has_compiler = pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="no C++ compiler")
+
+# float64 throughout, but a graph counts whether a step is alive in float32
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def cross_entropy(model, x, y):
+    return F.cross_entropy(model(x), y)
+
+
+def mse(model, x, y):
+    return F.mse_loss(model(x), F.one_hot(y, 3).to(x.dtype))
+
+
+def batches(count, size=8):
+    torch.manual_seed(1)
+    return [(torch.randn(size, 4), torch.randint(0, 3, (size,))) for _ in range(count)]
+
+
+def ada(params, **options):
+    return hesscale.AdaHesScale(params, **{"lr": 0.01, **options})
+
+
+def two_of(model, make=ada, loss_fn=cross_entropy, backend="traced"):
+    """An eager step and a compiled one, on two copies of a model."""
+    steps = []
+    for mode in ("eager", backend):
+        own = copy.deepcopy(model)
+        steps.append(hesscale.compile_step(own, loss_fn, make(own.parameters()), backend=mode))
+    return steps
+
+
+def tensors_of(step):
+    """Everything that a step changes, in the model and in the optimizer, by name."""
+    model, optimizer = step.subject.model, step.subject.optimizer
+    found = dict(model.state_dict())
+    for i, entries in optimizer.state_dict()["state"].items():
+        found.update({f"state {i} {name}": value for name, value in entries.items() if isinstance(value, torch.Tensor)})
+    return {**found, **{f"counter {name}": value for name, value in getattr(optimizer, "counters", {}).items()}}
+
+
+def check_equal(eager, other, **tolerance):
+    torch.testing.assert_close(tensors_of(other), tensors_of(eager), **(tolerance or CLOSE))
+    counts = [[g.get("step_count") for g in step.subject.optimizer.param_groups] for step in (eager, other)]
+    assert counts[0] == counts[1]
+
+
+def train(step, data, each=None):
+    torch.manual_seed(2)
+    losses = []
+    for i, batch in enumerate(data):
+        losses.append(step(*batch))
+        if each is not None:
+            each(step, i)
+    return losses
+
+
+def check_training(model, data, make=ada, loss_fn=cross_entropy, each=None, mode="traced", **tolerance):
+    """Both steps give the same losses and leave the same tensors; returns the compiled one."""
+    eager, other = two_of(model, make, loss_fn)
+    expected, found = train(eager, data, each), train(other, data, each)
+    torch.testing.assert_close(found, expected, **(tolerance or CLOSE))
+    check_equal(eager, other, **tolerance)
+    assert other.mode == mode, other.reason
+    return other
+
+
+def check_eager(model, data, saying, loss_fn=cross_entropy, make=ada):
+    """The step runs in eager mode, says why, and is right."""
+    eager, other = two_of(model, make, loss_fn)
+    expected = train(eager, data)
+    with pytest.warns(CompileWarning, match=saying) as record:
+        found = train(other, data)
+    assert record[0].filename == __file__
+    torch.testing.assert_close(found, expected)
+    check_equal(eager, other)
+    assert other.mode == "eager"
+    assert saying in other.reason
+    return other
+
+
+# ---------------------------------------------------------------------------------------------------------------- optimizers
+
+
+def grouped(params, **options):
+    params = list(params)
+    return ada([{"params": params[:2]}, {"params": params[2:], "lr": 0.02, "trust_radius": 1e-3}], **options)
+
+
+OPTIMIZERS = {
+    "AdaHesScale": ada,
+    "AdaHesScale, trust radius": lambda p: ada(p, trust_radius=1e-4),
+    "AdaHesScaleGN": lambda p: hesscale.AdaHesScaleGN(p, lr=0.01),
+    "BL89": lambda p: hesscale.BL89(p, lr=0.01, eps=1e-3),
+    "Adam": lambda p: hesscale.Adam(p, lr=0.01),
+    "Adam, trust radius": lambda p: hesscale.Adam(p, lr=0.01, trust_radius=1e-4),
+    "AdaHessian": lambda p: hesscale.AdaHessian(p, lr=0.01),
+    "GGNMC": lambda p: hesscale.GGNMC(p, lr=0.01, num_samples=16),
+    "curvature every 3": lambda p: ada(p, curvature_every=3),
+    "curvature warms up": lambda p: ada(p, curvature_warmup=5, curvature_every=2, trust_radius=1e-4),
+    "weight decay": lambda p: ada(p, weight_decay=0.1),
+    "decoupled weight decay": lambda p: ada(p, weight_decay=0.1, decoupled_weight_decay=True),
+    "groups": lambda p: grouped(p, trust_radius=1e-4, trust_region="group"),
+    "maximize": lambda p: ada(p, lr=0.001, maximize=True),
+    "one by one": lambda p: ada(p, foreach=False),
+    "eps 0, no bias correction": lambda p: ada(p, eps=0.0, trust_radius=1e-4, bias_correction=False),
+    "curvature in bfloat16": lambda p: ada(p, curvature_dtype=torch.bfloat16),
+    "torch Adam": lambda p: torch.optim.Adam(p, lr=0.01),
+    "torch Adam, amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
+    "torch Adam, fused": lambda p: torch.optim.Adam(p, lr=0.01, fused=True),
+    "torch AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
+    "torch SGD": lambda p: torch.optim.SGD(p, lr=0.01),
+    "torch SGD, momentum": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, nesterov=True),
+    "torch RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01),
+    "torch ASGD": lambda p: torch.optim.ASGD(p, lr=0.01, t0=2),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_equals_itself_over_100_steps(name):
+    tolerance = {"rtol": 2e-2, "atol": 1e-3} if "bfloat16" in name else CLOSE
+    step = check_training(mlp(), batches(100), OPTIMIZERS[name], **tolerance)
+    assert all(p.grad is None and getattr(p, "hess_diag", None) is None for p in step.subject.model.parameters())
+
+
+@pytest.mark.parametrize("name", ["groups", "AdaHessian", "curvature every 3", "torch Adam"])
+def test_steps_again_are_the_same_as_steps(name):
+    eager, other = two_of(mlp(), OPTIMIZERS[name])
+    data = [*batches(8), *batches(3, size=5), *batches(4)]
+    expected = train(eager, data)
+    torch.manual_seed(2)
+    torch.testing.assert_close([other.again(*batch) for batch in data], expected, **CLOSE)
+    check_equal(eager, other)
+    assert other.mode == "traced"
+
+
+def test_steps_again_do_not_look_at_what_has_changed():
+    step = hesscale.compile_step(model := mlp(), cross_entropy, optimizer := ada(model.parameters()), backend="traced")
+    train(step, batches(4))
+    before = copy.deepcopy(model.state_dict())
+    optimizer.param_groups[0]["lr"] = 0.0
+    step.again(*batches(1)[0])
+    assert any(not torch.equal(p, before[name]) for name, p in model.named_parameters())
+    before = copy.deepcopy(model.state_dict())
+    step(*batches(1)[0])
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_steps_again_are_not_those_of_before_where_there_is_no_room_for_a_graph(monkeypatch):
+    monkeypatch.setattr(compiled, "MOST_GRAPHS", 1)
+    (model := mlp()).scale = 1.0
+    eager, other = two_of(model, loss_fn=lambda model, x, y: model.scale * cross_entropy(model, x, y))
+    for step, again in ((eager, eager), (other, other.again)):
+        train(step, batches(3))
+        step.subject.model.scale = 3.0
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            step(*batches(1)[0])
+            again(*batches(1)[0])
+    check_equal(eager, other)
+
+
+def test_eta_is_that_of_the_step():
+    eager, other = two_of(mlp(), OPTIMIZERS["groups"])
+    for step in (eager, other):
+        train(step, batches(5))
+    torch.testing.assert_close(other.subject.optimizer.eta, eager.subject.optimizer.eta, **CLOSE)
+    torch.testing.assert_close(other.subject.optimizer.scaled_share, eager.subject.optimizer.scaled_share)
+
+
+# ------------------------------------------------------------------------------------------------------- networks and losses
+
+
+class Convolutional(nn.Module):
+    def __init__(self):
+        super().__init__()
+        layers = [nn.Conv2d(1, 3, 2), nn.BatchNorm2d(3), nn.ReLU(), nn.Dropout(0.3), nn.Flatten(), nn.Linear(3, 3)]
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x):
+        return self.layers(x.view(-1, 1, 2, 2))
+
+
+class Tied(nn.Module):
+    """Embedding, encoder layer, and the embedding's weights once more."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(3, 4)
+        self.encoder = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.1, batch_first=True)
+        self.decoder = nn.Linear(4, 3)
+        self.decoder.weight = self.embedding.weight
+
+    def forward(self, y):
+        return self.decoder(self.encoder(self.embedding(y.view(2, -1)))).flatten(0, 1)
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind=nn.GRU):
+        super().__init__()
+        self.cells, self.out = kind(4, 5, batch_first=True), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.out(self.cells(x.unflatten(0, (-1, 2)))[0]).flatten(0, 1)
+
+
+class Policy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mean, self.log_std = nn.Linear(4, 3), nn.Parameter(torch.zeros(3))
+
+    def forward(self, x):
+        return Normal(self.mean(x), self.log_std.exp())
+
+
+def ppo(model, x, actions, old, advantages):
+    ratio = (model(x).log_prob(actions).sum(1) - old).exp()
+    return -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean()
+
+
+def with_entropy(model, x, y):
+    policy = Categorical(logits=model(x))
+    return -policy.log_prob(y).mean() - 0.1 * policy.entropy().mean()
+
+
+def in_bfloat16(model, x, y):
+    with torch.autocast("cpu", torch.bfloat16):
+        return F.cross_entropy(model(x), y)
+
+
+@pytest.mark.parametrize("loss_fn", [cross_entropy, mse, with_entropy], ids=lambda f: f.__name__)
+def test_losses(loss_fn):
+    check_training(mlp(), batches(10), loss_fn=loss_fn)
+
+
+@pytest.mark.parametrize("network", [Convolutional, Recurrent, lambda: Recurrent(nn.LSTM)], ids=["convolutional", "GRU", "LSTM"])
+def test_networks(network):
+    check_training(network(), batches(10))
+
+
+def test_a_transformer_with_tied_weights_and_dropout():
+    check_training(Tied(), batches(10), loss_fn=lambda model, _, y: F.cross_entropy(model(y), y), rtol=1e-4, atol=1e-5)
+
+
+def test_a_loss_whose_head_is_exact_by_double_backward():
+    data = [(x, torch.randn(8, 3), torch.full((8,), -4.0), torch.randn(8)) for x, _ in batches(10)]
+    check_training(Policy(), data, loss_fn=ppo)
+
+
+def test_autocast_inside_the_loss():
+    data = [(x.float(), y) for x, y in batches(10)]
+    check_training(mlp().float(), data, loss_fn=in_bfloat16, rtol=2e-2, atol=1e-3)
+
+
+def test_autocast_around_the_step():
+    eager, other = two_of(mlp().float())
+    data = [(x.float(), y) for x, y in batches(6)]
+    for step in (eager, other):
+        train(step, data[:3])
+        for batch in data[3:]:
+            with torch.autocast("cpu", torch.bfloat16):  # which keeps the weights that it has cast to its end
+                step(*batch)
+    check_equal(eager, other, rtol=2e-2, atol=1e-3)
+    assert len(other.graphs) == 2
+
+
+def test_parametrizations():
+    norm = nn.utils.parametrizations
+    check_training(nn.Sequential(norm.spectral_norm(nn.Linear(4, 6)), nn.Tanh(), norm.weight_norm(nn.Linear(6, 3))), batches(6))
+
+
+# ---------------------------------------------------------------------------------------------------- the compiler, in earnest
+
+
+@has_compiler
+@pytest.mark.parametrize("make", [lambda p: ada(p, trust_radius=1e-3), torch.optim.Adam], ids=["ours", "torch's"])
+def test_compiled_steps(make):
+    """Batch norm, dropout, schedules and loading go on as in eager mode."""
+    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Dropout(0.3), nn.Linear(5, 3))
+    eager, other = two_of(model, make, backend="inductor")
+    saved = {}
+    for step in (eager, other):
+        scheduler = lr_scheduler.StepLR(step.subject.optimizer, 10, 0.5)
+        torch.manual_seed(2)
+        for i, batch in enumerate(batches(60)):
+            step(*batch)
+            scheduler.step()
+            if i == 20:
+                saved[step] = copy.deepcopy((step.subject.model.state_dict(), step.subject.optimizer.state_dict()))
+            if i == 30:
+                step.subject.model.load_state_dict(saved[step][0])
+                step.subject.optimizer.load_state_dict(saved[step][1])
+    check_equal(eager, other)
+    assert (other.mode, len(other.graphs)) == ("compiled", 1)
+
+
+def test_without_a_compiler_the_graph_runs_as_it_is(monkeypatch):
+    def cannot(*_):
+        raise RuntimeError("No working C++ compiler found\nand more")
+
+    monkeypatch.setattr(compiled, "compile_graph", cannot)
+    eager, other = two_of(mlp(), backend="inductor")
+    train(eager, batches(4))
+    with pytest.warns(CompileWarning, match="No working C\\+\\+ compiler found") as record:
+        train(other, batches(4))
+    assert record[0].filename == __file__
+    check_equal(eager, other)
+    assert other.mode == "traced"
+    assert "and more" not in other.reason
+
+
+# ------------------------------------------------------------------------------------------------- what changes between steps
+
+
+class Averaging(nn.Module):
+    """Replaces its buffers instead of changing them, and holds a tensor that is no buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = mlp()
+        self.register_buffer("average", torch.zeros(3))
+        self.register_buffer("other", torch.ones(3))
+        self.scale = torch.tensor(2.0)
+
+    def forward(self, x):
+        h = self.layers(x)
+        self.average = 0.9 * self.average + 0.1 * h.detach().mean(0)
+        self.average, self.other = self.other, self.average
+        return self.scale * h + self.average
+
+
+def test_buffers_that_the_model_replaces():
+    check_training(Averaging(), batches(10))
+
+
+def test_a_buffer_that_is_the_batch_does_not_write_into_the_batch():
+    class Remembering(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = mlp()
+            self.register_buffer("last", torch.zeros(8, 4))
+
+        def forward(self, x):
+            h = self.layers(x + self.last)
+            self.last = x
+            return h
+
+    data = batches(6)
+    before = copy.deepcopy(data)
+    step = check_training(Remembering(), data)
+    torch.testing.assert_close(data, before)
+    torch.testing.assert_close(step.subject.model.last, data[-1][0])
+
+
+def test_new_batch_sizes_and_back():
+    data = [batches(1, size)[0] for size in (8, 8, 8, 5, 5, 5, 8, 5, 8)]
+    step = check_training(Convolutional(), data)
+    assert len(step.graphs) == 2
+
+
+def test_strides_count():
+    data = [(torch.randn(4, 8).T, y) if i % 2 else (x, y) for i, (x, y) in enumerate(batches(8))]
+    assert len(check_training(mlp(), data).graphs) == 2
+
+
+def test_training_and_evaluation_mode():
+    def each(step, i):
+        step.subject.model.train(i % 6 < 3)
+
+    assert len(check_training(Convolutional(), batches(18), each=each).graphs) == 2
+
+
+def test_attributes_of_modules_are_seen():
+    def each(step, i):
+        step.subject.model.layers[3].p = 0.1 if i < 5 else 0.5
+
+    assert len(check_training(Convolutional(), batches(12), each=each).graphs) == 3
+
+
+def test_a_layer_is_frozen_and_thawed():
+    def each(step, i):
+        step.subject.model[0].requires_grad_(not 3 <= i < 7)
+
+    assert len(check_training(mlp(), batches(12), each=each).graphs) == 2
+
+
+def test_a_layer_is_exchanged():
+    def each(step, i):
+        if i == 4:
+            step.subject.model[1] = nn.Sigmoid()
+
+    check_training(mlp(), batches(10), each=each)
+
+
+def test_a_group_is_added():
+    def make(params):
+        return ada(list(params)[:2])
+
+    def each(step, i):
+        if i == 4:
+            step.subject.optimizer.add_param_group({"params": list(step.subject.model[2].parameters()), "lr": 0.1})
+
+    check_training(mlp(), batches(10), make, each=each)
+
+
+class Watched(nn.Module):
+    """Two layers alike, a pair of buffers, batch norm, and an attribute that may be anything."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("u", torch.ones(4))
+        self.register_buffer("v", torch.zeros(4))
+        self.v = self.u
+        self.factor = None
+
+    def forward(self, x):
+        factor = self.__dict__.get("factor", 2.0)
+        h = self.norm(torch.tanh(self.b(torch.tanh(self.a(x))))) * self.u + self.v
+        if isinstance(factor, (tuple, list)):
+            factor = factor[0]
+        elif isinstance(factor, dict):
+            factor = factor["f"]
+        return self.c(factor(h) if callable(factor) else h * (1 if factor is None else factor))
+
+
+def watched_groups(params):
+    params = list(params)
+    return ada([{"params": params[:4], "lr": 0.1}, {"params": params[4:], "lr": 0.001}], eps=1e-2)
+
+
+def unshare(model, _):
+    model.v = torch.full((4,), 7.0)
+
+
+def untie(model, optimizer):
+    del optimizer.state[model.b.weight]
+    model.b.weight = optimizer.param_groups[0]["params"][2] = nn.Parameter(model.a.weight.detach().clone())
+
+
+def swap_groups(_, optimizer):
+    one, other = optimizer.param_groups
+    one["params"], other["params"] = other["params"], one["params"]
+
+
+def tie(model, optimizer):
+    del optimizer.state[optimizer.param_groups[0]["params"].pop(2)]
+    model.b.weight = model.a.weight
+
+
+def replace_state(_, optimizer):
+    for entries in optimizer.state.values():
+        entries["exp_avg"].data = torch.zeros_like(entries["exp_avg"])
+
+
+CHANGES = {
+    "None to number": lambda model, _: setattr(model, "factor", 3.0),
+    "None to tuple": lambda model, _: setattr(model, "factor", (3.0,)),
+    "None to function": lambda model, _: setattr(model, "factor", torch.sigmoid),
+    "None to tensor": lambda model, _: setattr(model, "factor", torch.tensor(3.0)),
+    "deleted": lambda model, _: delattr(model, "factor"),
+    "added": lambda model, _: model.a.__setattr__("forward", lambda x: 2 * F.linear(x, model.a.weight)),
+    "a module in a leaf": lambda model, _: setattr(model.norm, "more", nn.Tanh()),
+    "shared buffers": unshare,
+    "memory of a buffer": lambda model, _: setattr(model.norm.running_mean, "data", torch.full((4,), 5.0)),
+    "memory of the state": replace_state,
+    "another parameter": untie,
+    "tied parameters": tie,
+    "groups": swap_groups,
+    "trust region": lambda _, optimizer: setattr(optimizer, "trust_region", "group"),
+    "dtype of the curvature": lambda _, optimizer: setattr(optimizer, "curvature_dtype", torch.float32),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_changes_are_seen(name):
+    def each(step, i):
+        if i == 4:
+            CHANGES[name](step.subject.model, step.subject.optimizer)
+
+    check_training(Watched(), batches(8), watched_groups, each=each)
+
+
+@pytest.mark.parametrize("factor", [[1.0], {"f": 1.0}], ids=["list", "dict"])
+def test_entries_of_lists_and_dicts_are_seen(factor):
+    def each(step, i):
+        if i == 4:
+            factor = step.subject.model.factor
+            factor[0 if isinstance(factor, list) else "f"] = 3.0
+
+    model = Watched()
+    model.factor = factor
+    check_training(model, batches(8), each=each)
+
+
+class Square(nn.Module):
+    """Two layers, and a matrix that may change in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.register_buffer("square", torch.arange(16.0).view(4, 4) / 16)
+        self.factor, self.function = [1.0], torch.tanh
+
+    def forward(self, x):
+        return self.b(self.function(self.a(x))) * (self.square[0].sum() + self.square.mean()) * self.factor[0]
+
+
+def tripled(self, x):
+    return 3 * Square.forward(self, x)
+
+
+class Tripled(Square):
+    forward = tripled
+
+
+def cut(model):
+    """Less wide, in the same memory."""
+    model.a.weight.data, model.a.bias.data, model.b.weight.data = model.a.weight[:2], model.a.bias[:2], model.b.weight[:, :2]
+
+
+IN_PLACE = {
+    "strides of a buffer": lambda model: model.square.t_(),
+    "shape of a buffer": lambda model: setattr(model.square, "data", model.square[:2]),
+    "shapes of parameters": cut,
+    "a class": lambda model: setattr(model, "__class__", Tripled),
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_what_changes_in_place_is_seen(name):
+    def each(step, i):
+        if i == 4:
+            with torch.no_grad():
+                IN_PLACE[name](step.subject.model)
+
+    check_training(Square(), batches(8), lambda p: torch.optim.SGD(p, lr=0.1), each=each)
+
+
+def test_another_forward_of_a_class_is_seen(monkeypatch):
+    class Own(Square):
+        pass
+
+    def each(_, i):
+        monkeypatch.setattr(Own, "forward", tripled if 4 <= i < 7 else Square.forward)
+
+    check_training(Own(), batches(8), each=each)
+
+
+@pytest.mark.parametrize("is_function", [True, False])
+def test_what_is_the_same_again_finds_its_graph_again(is_function):
+    def each(step, _):
+        model = step.subject.model
+        if is_function:
+            model.function = torch.sigmoid if model.function is torch.tanh else torch.tanh
+        else:
+            model.factor = list(model.factor)
+
+    step = check_training(Square(), batches(40), each=each)
+    assert len(step.graphs) == 1 + is_function
+    assert step.subject.count == 1 + is_function
+
+
+class Remembering(nn.Module):
+    """What it saw last is an input."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.last = nn.Linear(7, 3), None
+
+    def forward(self, x):
+        result = torch.tanh(self.layer(torch.cat([x, x.new_zeros(len(x), 3) if self.last is None else self.last], 1)))
+        self.last = result.detach()
+        return result
+
+
+def test_a_state_that_is_forgotten_now_and_then():
+    def each(step, i):
+        if i % 4 == 3:
+            step.subject.model.last = None
+
+    eager, other = two_of(Remembering())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the first step after that cannot be traced
+        expected, found = train(eager, batches(71), each), train(other, batches(71), each)
+    torch.testing.assert_close(found, expected, **CLOSE)
+    assert (len(other.graphs), other.mode) == (2, "traced")
+
+
+def test_looks_of_long_ago_are_forgotten():
+    model = Square()
+    step = hesscale.compile_step(model, cross_entropy, ada(model.parameters()), backend="eager")
+    for _ in range(40):
+        model.function = functools.partial(torch.tanh)
+        train(step, batches(1))
+    assert len(step.subject.known_looks) == 4  # or old models would live on
+    assert step.subject.looks == 41
+
+
+class Twins(nn.Module):
+    """Two buffers in one memory, the first of which changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.register_buffer("a", torch.ones(3))
+        self.register_buffer("b", self.a[:])
+
+    def forward(self, x):
+        h = self.layer(x)
+        self.a.mul_(0.5).add_(h.detach().mean())
+        return h * self.b
+
+
+def test_buffers_that_share_memory_are_not_compiled():
+    model = Twins()
+    step = hesscale.compile_step(model, cross_entropy, ada(model.parameters()))
+    with pytest.warns(CompileWarning, match="buffers share memory, which its code would change in another order"):
+        train(step, batches(3))
+    assert step.mode == "traced"
+    first, a, weight, b, empty = clusters([torch.ones(2), model.a, model.layer.weight, model.b, torch.ones(0)])
+    assert (first, a, weight, empty) == (0, b, 2, 4)
+
+
+def test_a_parameter_of_the_optimizer_that_has_left_the_model():
+    step = two_of(mlp())[1]
+    train(step, batches(3))
+    weight = step.subject.model[0].weight
+    step.subject.model[0].weight = nn.Parameter(weight.detach().clone())
+    for _ in range(2):
+        with pytest.raises(ValueError, match="1 parameters of the optimizer are not in the model"):
+            train(step, batches(1))
+    step.subject.model[0].weight = weight
+    train(step, batches(2))
+    assert step.mode == "traced"
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_parameters_that_share_memory(later):
+    def share(model):
+        model.b.weight.data = model.a.weight.data
+
+    eager, other = two_of(Watched())
+    for step in (eager, other):
+        train(step, batches(3) if later else [])
+        share(step.subject.model)
+        with warnings.catch_warnings(record=True) as record:
+            warnings.simplefilter("always")
+            train(step, batches(4))
+    assert "share memory" in str(record[0].message)
+    check_equal(eager, other)
+    assert other.mode == "eager"
+
+
+def test_views_of_one_storage_that_do_not_overlap():
+    model = Watched()
+    whole = torch.stack([model.a.weight.detach(), model.b.weight.detach()])
+    model.a.weight.data, model.b.weight.data = whole
+    step = hesscale.compile_step(model, cross_entropy, ada(model.parameters()), backend="traced")
+    train(step, batches(3))
+    assert step.mode == "traced"
+
+
+def test_gradients_from_elsewhere_are_cleared():
+    step = two_of(mlp())[1]
+    train(step, batches(3))
+    hesscale.backward(cross_entropy(step.subject.model, *batches(1)[0]))
+    train(step, batches(1))
+    assert step.mode == "traced"
+    assert all(p.grad is None and p.hess_diag is None for p in step.subject.model.parameters())
+
+
+@pytest.mark.parametrize(
+    "register",
+    [nn.modules.module.register_module_forward_hook, register_optimizer_step_post_hook],
+    ids=["modules", "optimizers"],
+)
+def test_hooks_of_all_modules_or_optimizers(register):
+    calls = []
+    step = two_of(mlp())[1]
+    train(step, batches(3))
+    handle = register(lambda *_: calls.append(1))
+    try:
+        with pytest.warns(CompileWarning, match="hooks"):
+            train(step, batches(2))
+    finally:
+        handle.remove()
+    assert len(calls) >= 2
+    train(step, batches(2))
+    assert step.mode == "traced"
+
+
+def test_a_generator_that_is_set_later():
+    step = two_of(mlp(), hesscale.AdaHessian)[1]
+    train(step, batches(3))
+    generator = step.subject.optimizer.generator = torch.Generator()
+    before = generator.get_state()
+    with pytest.warns(CompileWarning, match="generator"):
+        train(step, batches(1))
+    assert not torch.equal(generator.get_state(), before)
+
+
+@pytest.mark.parametrize("make", [ada, torch.optim.SGD])
+def test_the_model_changes_its_type(make):
+    def loss_fn(model, x, y):
+        return cross_entropy(model, x.to(model[0].weight.dtype), y)
+
+    eager, other = two_of(mlp(), make, loss_fn)
+    for step in (eager, other):
+        train(step, batches(4))
+        step.subject.model.float()
+        step.subject.optimizer.state.clear()
+        assert step(*batches(1)[0]).dtype == torch.float32
+        assert step.mode == "eager"
+        train(step, batches(4))
+    check_equal(eager, other, rtol=1e-4, atol=1e-5)
+    assert other.mode == "traced"
+
+
+@pytest.mark.parametrize("make", [ada, lambda p: ada(p, trust_radius=1e-3), torch.optim.Adam, torch.optim.SGD])
+def test_schedulers_make_no_new_graphs(make):
+    schedulers = {}
+
+    def each(step, i):
+        if i == 0:
+            schedulers[step] = lr_scheduler.StepLR(step.subject.optimizer, 2, 0.9)
+        else:
+            schedulers[step].step()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # "lr_scheduler.step() before optimizer.step()" too
+        step = check_training(mlp(), batches(20), make, each=each)
+    assert len(step.graphs) == 1
+    assert step.subject.optimizer.param_groups[0]["lr"] < 0.9 * step.subject.optimizer.defaults["lr"]
+
+
+@pytest.mark.parametrize("make", [ada, torch.optim.Adam], ids=["ours", "torch's"])
+def test_a_schedule_of_betas_too(make):
+    """Options become arguments when they first change."""
+    schedulers = {}
+
+    def each(step, i):
+        if i == 0:
+            schedulers[step] = lr_scheduler.OneCycleLR(step.subject.optimizer, 0.1, total_steps=30)
+        else:
+            schedulers[step].step()
+
+    step = check_training(mlp(), batches(20), make, each=each)
+    assert len(step.graphs) == 2
+    assert step.subject.optimizer.param_groups[0]["betas"][0] != 0.9
+
+
+def test_a_step_size_of_numpy():
+    def each(step, i):
+        step.subject.optimizer.param_groups[0]["lr"] = np.float32(0.01 * 0.9**i)
+
+    assert len(check_training(mlp(), batches(20), each=each).graphs) == 1
+
+
+def test_an_option_of_torchs_optimizers_that_changes():
+    step = two_of(mlp(), lambda p: torch.optim.SGD(p, lr=0.01, weight_decay=0.1))[1]
+    train(step, batches(3))
+    step.subject.optimizer.param_groups[0]["weight_decay"] = 0.2
+    with pytest.warns(CompileWarning, match=r"perhaps the optimizer does so with weight_decay, since that changed"):
+        train(step, batches(3))
+
+
+def test_a_scheduler_made_after_the_first_steps():
+    step = two_of(mlp())[1]
+    train(step, batches(3))
+    scheduler = lr_scheduler.StepLR(step.subject.optimizer, 1)
+    train(step, batches(1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scheduler.step()
+
+
+def test_a_step_size_that_is_a_tensor():
+    def each(step, i):
+        step.subject.optimizer.param_groups[0]["lr"].fill_(0.01 + 0.01 * i)
+
+    step = check_training(mlp(), batches(8), lambda p: ada(p, lr=torch.tensor(0.01)), each=each)
+    assert len(step.graphs) == 1
+
+
+def test_options_change():
+    def each(step, i):
+        group = step.subject.optimizer.param_groups[0]
+        group.update(trust_radius=1e-3 / (1 + i), eps=1e-8 * (1 + i // 4), weight_decay=0.01 * (i // 6))
+        group["curvature_warmup"] = 12 if i == 9 else 2
+
+    step = check_training(mlp(), batches(20), lambda p: ada(p, trust_radius=1e-2), each=each)
+    assert len(step.graphs) <= 4
+
+
+@pytest.mark.parametrize("make", [ada, lambda p: grouped(p, trust_region="group")])
+def test_a_trust_region_comes_and_goes(make):
+    def each(step, i):
+        step.subject.optimizer.param_groups[0]["trust_radius"] = (None, 1e-3)[i // 4 % 2]
+
+    step = check_training(mlp(), batches(18), make, each=each)
+    groups = step.subject.optimizer.param_groups
+    assert [eta.numel() for eta in step.subject.optimizer.eta] == [1] * (len(groups) if len(groups) > 1 else 0)
+
+
+def test_options_in_lists():
+    def each(step, i):
+        step.subject.optimizer.param_groups[0]["betas"][0] = 0.5 if i > 4 else 0.9
+
+    check_training(mlp(), batches(12), lambda p: ada(p, betas=[0.9, 0.99]), each=each)
+
+
+def test_resuming_is_the_same_as_going_on():
+    data = batches(12)
+    whole, first, second = (two_of(Convolutional(), lambda p: ada(p, curvature_every=3))[1] for _ in range(3))
+    second.subject.model.load_state_dict(first.subject.model.state_dict())
+    whole.subject.model.load_state_dict(first.subject.model.state_dict())
+    for step in (whole, first, second):
+        step.subject.model.layers[3].p = 0.0
+    train(second, batches(5))
+    train(whole, data)
+    train(first, data[:7])
+    state = first.subject.optimizer.state_dict()
+    state["state"] = {i: dict(reversed(entries.items())) for i, entries in reversed(state["state"].items())}
+    second.subject.model.load_state_dict(first.subject.model.state_dict())
+    second.subject.optimizer.load_state_dict(copy.deepcopy(state))
+    train(second, data[7:])
+    found, expected = tensors_of(second), tensors_of(whole)
+    torch.testing.assert_close(found, {name: expected[name] for name in found}, check_dtype=False, **CLOSE)
+
+
+def test_a_state_that_is_emptied():
+    def each(step, i):
+        if i in (4, 8):
+            step.subject.optimizer.state.clear()
+
+    check_training(mlp(), batches(12), lambda p: ada(p, eps=1e-2), each=each)
+
+
+# ---------------------------------------------------------------------------------------------------------------- the batch
+
+
+def test_batches_of_dicts_and_constants():
+    def loss_fn(model, batch, factor, nothing, *, kinds=(None,)):
+        assert nothing in kinds
+        return factor * F.cross_entropy(model(batch["x"]), batch["y"])
+
+    data = [({"x": x, "y": y}, 2 if i < 5 else 3, None) for i, (x, y) in enumerate(batches(10))]
+    assert len(check_training(mlp(), data, loss_fn=loss_fn).graphs) == 2
+
+
+def test_true_is_not_one():
+    def loss_fn(model, x, y, flag):
+        return cross_entropy(model, x, y) * (1 if flag is True else 2)
+
+    check_training(mlp(), [(x, y, True if i % 2 else 1) for i, (x, y) in enumerate(batches(8))], loss_fn=loss_fn)
+
+
+def test_constants_that_are_equal_but_not_the_same():
+    def loss_fn(model, x, y, zero):
+        return cross_entropy(model, x, y) * (2 + torch.atan2(torch.tensor(zero), torch.tensor(-1.0)) / 4)
+
+    data = [(x, y, -0.0 if i % 2 else 0.0) for i, (x, y) in enumerate(batches(8))]
+    assert len(check_training(mlp(), data, loss_fn=loss_fn).graphs) == 2
+
+    def ignoring(model, x, y, _):
+        return cross_entropy(model, x, y)
+
+    data = [(x, y, float("nan")) for x, y in batches(4)]
+    assert len(check_training(mlp(), data, loss_fn=ignoring).graphs) == 1
+
+
+def test_many_kinds_of_batches():
+    """Numbers that change at every step are no arguments: eager mode, and a warning."""
+
+    def loss_fn(model, x, y, factor):
+        return factor * cross_entropy(model, x, y)
+
+    eager, other = two_of(mlp(), loss_fn=loss_fn)
+    data = [(x, y, 1 + i / 100) for i, (x, y) in enumerate(batches(60))]
+    train(eager, data)
+    with pytest.warns(CompileWarning, match="pass numbers that change as tensors") as record:
+        train(other, data)
+    assert len(record) == 1
+    check_equal(eager, other)
+    assert len(other.graphs) <= compiled.MOST_GRAPHS
+    train(other, [data[-1]] * 3)
+    assert (other.mode, other.reason) == ("traced", "")
+
+
+@pytest.mark.parametrize(
+    ("change", "loss_fn", "saying"),
+    [
+        (lambda x: x.requires_grad_(), cross_entropy, "requires a gradient"),
+        (lambda x: x.to_sparse(), lambda m, x, y: cross_entropy(m, x.to_dense(), y), "sparse"),
+        (lambda x: x.numpy(), lambda m, x, y: cross_entropy(m, torch.from_numpy(x), y), "ndarray"),
+        (
+            lambda x: torch.complex(x, x).conj(),
+            lambda m, x, y: cross_entropy(m, x.imag, y),
+            "conjugated",
+        ),
+    ],
+    ids=["requires grad", "sparse", "numpy", "conjugated"],
+)
+def test_batches_that_no_graph_can_take(change, loss_fn, saying):
+    check_eager(mlp(), [(change(x), y) for x, y in batches(4)], saying, loss_fn)
+
+
+# --------------------------------------------------------------------------------------------- what cannot be traced, and why
+
+FACTOR, NOISE, ARRAY = torch.tensor(2.0), torch.zeros(8, 3), np.ones((8, 3))
+LOOKS, OUTSIDE, MAKES = "looks at the values", "neither in the model nor an argument", "makes a tensor of data"
+
+
+def branching(model, x, y):
+    loss = cross_entropy(model, x, y)
+    return 2 * loss if loss > 1 else loss
+
+
+CANNOT = {
+    "control flow": (branching, LOOKS),
+    "item": (lambda m, x, y: cross_entropy(m, x, y) * x.sum().item(), LOOKS),
+    "numpy of the batch": (lambda m, x, y: cross_entropy(m, x, y) * float(np.sum(x.numpy())), LOOKS),
+    "masked": (lambda m, x, y: m(x)[y > 0].square().sum(), "shape of one of its tensors"),
+    "closure": (lambda m, x, y: cross_entropy(m, x, y) * FACTOR.to(x), OUTSIDE),
+    "closure, matrix": (lambda m, x, y: F.mse_loss(m(x), NOISE.to(x)), OUTSIDE),
+    "closure, item": (lambda m, x, y: cross_entropy(m, x, y) * FACTOR.item(), OUTSIDE),
+    "closure, float": (lambda m, x, y: cross_entropy(m, x, y) * float(FACTOR), OUTSIDE),
+    "closure, list": (lambda m, x, y: cross_entropy(m, x, y) * FACTOR.tolist(), OUTSIDE),
+    "closure, numpy": (lambda m, x, y: cross_entropy(m, x, y) * FACTOR.numpy().item(), OUTSIDE),
+    "closure, condition": (lambda m, x, y: cross_entropy(m, x, y) * (2 if FACTOR > 1 else 1), OUTSIDE),
+    "array": (lambda m, x, y: F.mse_loss(m(x), torch.tensor(ARRAY)), MAKES),
+    "array, shared": (lambda m, x, y: F.mse_loss(m(x), torch.from_numpy(ARRAY)), OUTSIDE),
+    "generator": (lambda m, x, y: cross_entropy(m, x + torch.randn(x.shape, generator=torch.Generator()), y), "generator"),
+}
+
+
+@pytest.mark.parametrize("name", CANNOT)
+def test_what_cannot_be_traced_runs_in_eager_mode(name):
+    loss_fn, saying = CANNOT[name]
+    check_eager(mlp(), batches(5), saying, loss_fn)
+
+
+def test_a_tensor_from_outside_is_not_frozen():
+    factor = torch.tensor(1.0)
+
+    def each(step, i):
+        factor.fill_(1.0 + i)
+
+    eager, other = two_of(mlp(), loss_fn=lambda m, x, y: cross_entropy(m, x, y) * factor.item())
+    train(eager, batches(6), each)
+    factor.fill_(1.0)
+    with pytest.warns(CompileWarning):
+        train(other, batches(6), each)
+    check_equal(eager, other)
+
+
+@pytest.mark.parametrize("kind", ["pre", "post"])
+def test_step_hooks(kind):
+    calls = []
+
+    def make(params):
+        optimizer = ada(params)
+        getattr(optimizer, f"register_step_{kind}_hook")(lambda *_: calls.append(1))
+        return optimizer
+
+    check_eager(mlp(), batches(4), "step hooks", make=make)
+    assert len(calls) == 8
+
+
+def test_hooks_of_the_model():
+    eager, other = two_of(mlp())
+    for step in (eager, other):
+        train(step, batches(4))
+        step.subject.model[0].weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+        with warnings.catch_warnings(record=True) as record:
+            warnings.simplefilter("always")
+            train(step, batches(4))
+    assert "hooks" in str(record[0].message)
+    check_equal(eager, other)
+
+
+def test_an_optimizer_with_a_generator():
+    def make(params):
+        return hesscale.AdaHessian(params, lr=0.01, generator=torch.Generator().manual_seed(0))
+
+    check_eager(mlp(), batches(4), "generator", make=make)
+
+
+class Counting(torch.optim.SGD):
+    """Keeps the number of its steps as a number."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                count = self.state[p]["count"] = self.state[p].get("count", 0) + 1
+                p.grad.div_(count)
+        super().step()
+
+
+def test_an_optimizer_that_counts_in_numbers():
+    check_eager(mlp(), batches(5), "a changing count", make=lambda p: Counting(p, lr=0.1))
+
+
+class Keeping(nn.Module):
+    """Keeps something of its forward pass."""
+
+    def __init__(self, keep):
+        super().__init__()
+        self.layers, self.keep, self.kept = mlp(), keep, None
+        self.history = []
+
+    def forward(self, x):
+        h = self.layers(x)
+        self.keep(self, h.detach())
+        return h
+
+
+class Box:
+    kept = None
+
+
+@pytest.mark.parametrize(
+    ("keep", "saying"),
+    [
+        (lambda module, h: module.history.append(h), "a list"),
+        (lambda module, h: module.log["h"].append(h), "a list"),
+        (lambda module, h: module.log.update(x=h), "x"),
+        (lambda module, h: setattr(module.box, "kept", h), "kept"),
+        (lambda module, h: setattr(module, "kept", [h]), "kept"),
+    ],
+    ids=["list", "list in a dict", "dict", "object", "new list"],
+)
+def test_models_that_keep_tensors(keep, saying):
+    """No stand-in stays in the model, and what it keeps is what it would."""
+    model = Keeping(keep)
+    model.log, model.box, model.kept = {"h": []}, Box(), []
+    model = check_eager(model, batches(4), saying).subject.model
+    kept = [*model.kept, *model.history, *model.log["h"], model.log.get("x"), model.box.kept]
+    assert {type(t) for t in kept if t is not None} == {torch.Tensor}
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [lambda module, h: setattr(module, "kept", h), lambda module, h: module.register_buffer("new", h)],
+    ids=["attribute", "buffer"],
+)
+def test_tensors_kept_in_one_place_are_buffers(keep):
+    eager, other = two_of(Keeping(keep))
+    for step in (eager, other):
+        train(step, batches(6))
+    check_equal(eager, other)
+    torch.testing.assert_close(other.subject.model.kept, eager.subject.model.kept, **CLOSE)
+    assert other.mode == "traced"
+
+
+@pytest.mark.parametrize("at", ["forward", "optimizer"])
+def test_a_trace_that_fails_leaves_everything_in_its_place(at):
+    class Failing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = Convolutional()
+            self.fails = True
+
+        def forward(self, x):
+            h = self.layers(x)
+            if at == "forward" and torch.compiler.is_compiling():
+                raise RuntimeError("not while tracing")
+            return h
+
+    class FailingOptimizer(hesscale.AdaHesScale):
+        def average(self, *args):
+            super().average(*args)
+            if at == "optimizer" and torch.compiler.is_compiling():
+                raise RuntimeError("not while tracing")
+
+    model = Failing()
+    optimizer = FailingOptimizer(model.parameters(), lr=0.01)
+    step = hesscale.compile_step(model, cross_entropy, optimizer, backend="traced")
+    step(*batches(1)[0])
+    optimizer.unpack()
+
+    def everything():
+        held = [*model.parameters(), *model.buffers(), *optimizer.counters.values(), *optimizer.param_groups[0]["params"]]
+        state = [(p, *entries.values()) for p, entries in optimizer.state.items()]
+        return [id(tensor) for tensor in held] + [id(tensor) for entries in state for tensor in entries]
+
+    before, values = everything(), tensors_of(step)
+    values = copy.deepcopy(values)
+    with pytest.warns(CompileWarning, match="not while tracing"):
+        step.graphs[next(iter(step.graphs))].build(list(batches(1)[0]))
+    assert everything() == before
+    torch.testing.assert_close(tensors_of(step), values, rtol=0, atol=0)
+
+
+def test_an_exception_in_the_loss_leaves_everything_as_it_was():
+    def loss_fn(model, x, y, fails):
+        loss = cross_entropy(model, x, y)
+        if fails == "value":
+            raise KeyError("x")
+        return model(x) if fails == "matrix" else loss
+
+    step = two_of(mlp(), loss_fn=loss_fn)[1]
+    train(step, [(*batch, "") for batch in batches(4)])
+    before = copy.deepcopy(tensors_of(step))
+    with pytest.raises(KeyError):
+        step(*batches(1)[0], "value")
+    with pytest.raises(ValueError, match="must be a scalar"):
+        step(*batches(1)[0], "matrix")
+    torch.testing.assert_close(tensors_of(step), before, rtol=0, atol=0)
+    step(*batches(1)[0], "")
+    assert step.mode == "traced"
+
+
+# --------------------------------------------------------------------------------------------------------- non-finite numbers
+
+
+@pytest.mark.parametrize("backend", ["eager", "traced"])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_a_step_that_is_not_finite_raises_and_changes_nothing(backend, decay):
+    model = mlp()
+    optimizer = ada(model.parameters(), trust_radius=1e-2, curvature_every=2, weight_decay=decay)
+    step = hesscale.compile_step(model, mse, optimizer, backend=backend)
+    data = batches(6)
+    train(step, data)
+    before = {name: value.clone() for name, value in tensors_of(step).items() if "counter" not in name}
+    with pytest.raises(NonFiniteError):
+        step(data[0][0] * torch.inf, data[0][1])
+    torch.testing.assert_close({name: tensors_of(step)[name] for name in before}, before, rtol=0, atol=0)
+    assert optimizer.nonfinite_steps == 1
+    assert optimizer.param_groups[0]["step_count"] == 6
+    step(*data[0])
+    assert optimizer.param_groups[0]["step_count"] == 7
+
+
+@pytest.mark.parametrize("radius", [None, 1e-6])
+def test_steps_that_are_left_out_are_counted(radius):
+    def make(params):
+        return ada(params, on_nonfinite="skip", curvature_every=3, weight_decay=0.1, trust_radius=radius)
+
+    data = [(x * torch.inf if i in (5, 6, 11) else x, y) for i, (x, y) in enumerate(batches(20))]
+    eager, other = two_of(mlp(), make, mse)
+    for step in (eager, other):
+        train(step, data)
+    check_equal(eager, other)  # with counters
+    assert other.subject.optimizer.nonfinite_steps == 3
+    assert other.subject.optimizer.param_groups[0]["step_count"] == 17
+
+
+# -------------------------------------------------------------------------------------------------------------- other models
+
+
+def test_parameters_that_the_loss_does_not_use():
+    class Unused(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers, self.unused = mlp(), nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.layers(x)
+
+    for make in (ada, torch.optim.AdamW):
+        check_training(Unused(), batches(6), make)
+
+
+@pytest.mark.filterwarnings("ignore::hesscale.errors.CompileWarning")
+def test_sparse_gradients_are_refused():
+    model = nn.EmbeddingBag(5, 3, sparse=True)
+    step = hesscale.compile_step(model, lambda m, x, y: F.cross_entropy(m(x), y), ada(model.parameters()), backend="traced")
+    for _ in range(3):
+        with pytest.raises((RuntimeError, ValueError), match="sparse"):
+            step(torch.zeros(8, 2, dtype=torch.long), batches(1)[0][1])
+
+
+def test_a_model_under_torch_compile():
+    model = mlp()
+    whole = torch.compile(model, backend="aot_eager")
+    step = hesscale.compile_step(whole, cross_entropy, ada(whole.parameters()), backend="traced")
+    losses = train(step, batches(1) * 10)
+    assert losses[-1] < losses[0]
+    assert step.mode == "traced"
+
+
+def test_a_layer_under_torch_compile():
+    plain = mlp()
+    parts = copy.deepcopy(plain)
+    parts[1] = torch.compile(parts[1], backend="aot_eager")
+    steps = [hesscale.compile_step(m, cross_entropy, ada(m.parameters()), backend="traced") for m in (plain, parts)]
+    losses = [train(step, batches(5)) for step in steps]
+    torch.testing.assert_close(*losses)
+    assert steps[1].mode == "traced"
+
+
+def test_two_steps_on_one_model():
+    """An actor and a critic in one module, each with its optimizer, the critic in the actor's loss."""
+
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.actor, self.critic = nn.Linear(4, 3), nn.Linear(3, 1)
+
+    def actor_loss(model, x, y):
+        return model.critic(model.actor(x).tanh()).square().mean()
+
+    def critic_loss(model, x, y):
+        return (model.critic(model.actor(x).detach()) - y.unsqueeze(1)).square().mean()
+
+    model = Both()
+    for backend in ("eager", "traced"):
+        own = copy.deepcopy(model)
+        actor = hesscale.compile_step(own, actor_loss, ada(own.actor.parameters()), backend=backend)
+        critic = hesscale.compile_step(own, critic_loss, torch.optim.Adam(own.critic.parameters()), backend=backend)
+        for batch in batches(10):
+            critic(*batch)
+            actor(*batch)
+            assert all(p.grad is None for p in own.parameters())
+        if backend == "eager":
+            expected = own.state_dict()
+    torch.testing.assert_close(own.state_dict(), expected, **CLOSE)
+    assert (actor.mode, critic.mode) == ("traced", "traced")
+
+
+def test_gradients_of_others_stay():
+    model = mlp()
+    step = hesscale.compile_step(model, cross_entropy, ada(model[0].parameters()), backend="traced")
+    model[2].weight.grad = torch.ones_like(model[2].weight)
+    train(step, batches(4))
+    torch.testing.assert_close(model[2].weight.grad, torch.ones_like(model[2].weight))
+
+
+# ------------------------------------------------------------------------------------------------------------- wrong arguments
+
+
+def test_wrong_arguments():
+    model = mlp()
+    with pytest.raises(ValueError, match="backend='jit' is not one of 'inductor', 'traced', 'eager'"):
+        hesscale.compile_step(model, cross_entropy, ada(model.parameters()), backend="jit")
+    with pytest.raises(TypeError, match="no option outputs"):
+        hesscale.compile_step(model, cross_entropy, ada(model.parameters()), outputs=None)
+    with pytest.raises(ValueError, match="4 parameters of the optimizer are not in the model"):
+        hesscale.compile_step(model, cross_entropy, ada(mlp().parameters()))
+    with pytest.raises(TypeError, match="the optimizer must be"):
+        hesscale.compile_step(model, cross_entropy, model.parameters())
+    with pytest.raises(TypeError, match="LBFGS"):
+        hesscale.compile_step(model, cross_entropy, torch.optim.LBFGS(model.parameters()))
+
+
+def test_options_reach_the_engine():
+    model = mlp()
+    step = hesscale.compile_step(model, cross_entropy, ada(model.parameters()), backend="traced", head="wrong")
+    with pytest.raises(ValueError, match="head='wrong'"):
+        step(*batches(1)[0])
+
+
+# -------------------------------------------------------------------------------------------------------------------- memory
+
+
+@pytest.mark.parametrize("backend", ["eager", "traced"])
+def test_nothing_piles_up(backend):
+    step = two_of(mlp(), backend=backend)[1]
+    train(step, batches(10))
+    gc.collect()
+    before = len(gc.get_objects())
+    train(step, batches(50))
+    gc.collect()
+    assert len(gc.get_objects()) < before + 50
+
+
+def test_shapes_seen_once_do_not_pile_up():
+    step = two_of(mlp())[1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CompileWarning)
+        for size in range(2, 60):
+            train(step, batches(1, size))
+    assert len(step.graphs) <= compiled.MOST_GRAPHS
+
+
+# ---------------------------------------------------------------------------------------------------------------------- CUDA
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+class TestCUDA:
+    @pytest.mark.parametrize(
+        "make",
+        [ada, lambda p: ada(p, trust_radius=1e-3, curvature_every=2), torch.optim.Adam, lambda p: torch.optim.SGD(p, 0.1, 0.9)],
+        ids=["AdaHesScale", "trust radius, every 2", "torch Adam", "torch SGD"],
+    )
+    def test_steps_in_a_cuda_graph(self, make):
+        """Counters on the host, loading, schedules of betas and dropout go on; random numbers are not those of eager mode."""
+        model = Convolutional().cuda()
+        model.layers[3].p = 0.0
+        eager, other = two_of(model, make, backend="inductor")
+        for step in (eager, other):
+            optimizer = step.subject.optimizer
+            scheduler = lr_scheduler.StepLR(optimizer, 5, 0.5)
+            for i, (x, y) in enumerate(batches(30)):
+                step(x.cuda(), y.cuda())
+                scheduler.step()
+                if i == 15:
+                    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        found, expected = tensors_of(other), tensors_of(eager)
+        torch.testing.assert_close(found, expected, check_dtype=False, check_device=False, **CLOSE)
+        assert other.mode == "compiled + CUDA graph"
+
+    def test_dropout_is_drawn_anew(self):
+        model = nn.Sequential(nn.Dropout(0.5), nn.Linear(100, 1)).cuda()
+        step = hesscale.compile_step(model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.0))
+        x = torch.ones(4, 100, device="cuda")
+        losses = [step(x).item() for _ in range(10)]
+        assert step.mode == "compiled + CUDA graph"
+        assert len(set(losses)) == 10
+
+    def test_a_batch_on_the_host(self):
+        model = mlp().cuda()
+        step = hesscale.compile_step(model, lambda m, x, y: cross_entropy(m, x.cuda(), y.cuda()), ada(model.parameters()))
+        with pytest.warns(CompileWarning, match="is on the cpu"):
+            losses = [step(*batch) for batch in batches(1) * 5]
+        assert losses[-1] < losses[0]
+        assert step.mode == "compiled"
+
+    def test_a_step_that_is_not_finite_is_reported_later(self):
+        model = mlp().cuda()
+        optimizer = ada(model.parameters(), eps=1e-2)
+        step = hesscale.compile_step(model, mse, optimizer)
+        data = [(x.cuda(), y.cuda()) for x, y in batches(5)]
+        for batch in data:
+            step(*batch)
+        before = copy.deepcopy(model.state_dict())
+        step(data[0][0] * torch.inf, data[0][1])
+        torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+        torch.cuda.synchronize()
+        with pytest.raises(NonFiniteError, match="an earlier step"):
+            train(step, data * 3, lambda *_: torch.cuda.synchronize())
+
+    def test_an_ensemble(self):
+        models = [mlp().cuda() for _ in range(3)]
+        alone = copy.deepcopy(models)
+        optimizers = [ada(model.parameters(), lr=0.01 * (k + 1), eps=1e-2) for k, model in enumerate(models)]
+        step = hesscale.func.ensemble(models, cross_entropy, optimizers, batch_dims=None)
+        for x, y in batches(10):
+            step(x.cuda(), y.cuda())
+            for optimizer in optimizers:
+                optimizer.param_groups[0]["lr"] *= 0.9
+        for k, model in enumerate(alone):
+            single = hesscale.compile_step(
+                model, cross_entropy, ada(model.parameters(), lr=0.01 * (k + 1), eps=1e-2), backend="eager"
+            )
+            for x, y in batches(10):
+                single(x.cuda(), y.cuda())
+                single.subject.optimizer.param_groups[0]["lr"] *= 0.9
+            torch.testing.assert_close(models[k].state_dict(), model.state_dict(), **CLOSE)
+        assert step.mode == "compiled + CUDA graph"

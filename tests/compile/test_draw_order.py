@@ -1,0 +1,123 @@
+"""Random numbers set apart from a graph are those that it would have drawn."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hesscale
+from hesscale.compile.make_fx import compile_graph, trace
+from hesscale.compile.workarounds.draw_order import is_draw, set_apart
+
+has_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+
+
+def dropped(x: Tensor) -> list[Tensor]:
+    return [F.dropout(x, 0.5), F.dropout(x + 1, 0.2)]
+
+
+def of_many_kinds(x: Tensor) -> list[Tensor]:
+    signs = torch.rand(3, device=x.device) < 0.5
+    kept, mask = torch.native_dropout(x.t(), 0.3, True)
+    noise = torch.empty_like(x).normal_(2.0, 3.0) + torch.empty(6, dtype=x.dtype).uniform_(-1, 1)
+    whole = [torch.randint_like(x, 5), torch.randint_like(x, 2, 5), torch.randint(3, (2,)), torch.randperm(4)]
+    filled = [torch.empty(5).exponential_(2.0), torch.zeros(3).normal_(), torch.full((2, 2), 9.0).bernoulli_(0.5)]
+    return [signs, kept * 2, mask, noise, torch.randn_like(x), torch.bernoulli(x, 0.7), *whole, *filled]
+
+
+def nothing_left(x: Tensor) -> list[Tensor]:
+    return [*torch.native_dropout(x, 1.0, True), torch.native_dropout(x, 0.5, None)[0]]
+
+
+def in_place(x: Tensor) -> list[Tensor]:
+    x.mul_(torch.rand_like(x))
+    return [F.dropout(x, 0.5).mul_(2)]
+
+
+@pytest.mark.parametrize("function", [dropped, of_many_kinds, nothing_left, in_place])
+def test_numbers_are_those_that_the_graph_would_have_drawn(function):
+    torch.manual_seed(0)
+    x = torch.randn(6, 4, dtype=torch.float64).t()
+    graph = trace(function, [x])
+    apart, draws = set_apart(graph)
+    assert draws
+    assert not any(map(is_draw, apart.graph.nodes))
+    assert sum(map(is_draw, graph.graph.nodes)) == len(draws)
+    outcomes = []
+    for _ in range(2):
+        given = x.clone()
+        torch.manual_seed(1)
+        outcomes.append([*(graph(given) if not outcomes else apart(given, *[draw() for draw in draws])), given])
+        outcomes[-1].append(torch.rand(()))  # and what is drawn next is the same
+    torch.testing.assert_close(*outcomes)
+    for draw in draws:
+        assert (draw().shape, draw().stride(), draw().dtype, draw().device) == tuple(draw.result)
+
+
+def by_values(x: Tensor) -> list[Tensor]:
+    return [torch.bernoulli(x.sigmoid()), *dropped(x)]
+
+
+def over_numbers(x: Tensor) -> list[Tensor]:
+    return [x.clone().uniform_(), *dropped(x)]
+
+
+def into_what_is_used(x: Tensor) -> list[Tensor]:
+    place = torch.empty_like(x)
+    before = place.view(-1)
+    place.uniform_()
+    return [before, *dropped(x)]
+
+
+def evaluated(x: Tensor) -> list[Tensor]:
+    return [torch.native_dropout(x, 0.5, False)[0], *dropped(x)]
+
+
+def once(x: Tensor) -> list[Tensor]:
+    return [F.dropout(x)]
+
+
+@pytest.mark.parametrize("function", [by_values, over_numbers, into_what_is_used, evaluated, once])
+def test_other_graphs_stay_as_they_are(function):
+    graph = trace(function, [torch.randn(3, 2)])
+    assert any(map(is_draw, graph.graph.nodes))
+    apart, draws = set_apart(graph)
+    assert apart is graph
+    assert not draws
+
+
+@has_compiler
+def test_compiled_code_has_the_numbers_of_the_graph():
+    x = torch.randn(6, 4).t()
+    compiled = compile_graph(trace(of_many_kinds, [x]), [x])
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    expected = of_many_kinds(x)
+    torch.set_rng_state(state)
+    torch.testing.assert_close(list(compiled(x)), expected)
+    state = torch.get_rng_state()
+    compile_graph(trace(of_many_kinds, [x]), [x])
+    assert torch.equal(torch.get_rng_state(), state)  # compiling draws nothing
+
+
+@has_compiler
+@pytest.mark.parametrize("make", [hesscale.AdaHesScale, hesscale.AdaHessian])
+def test_steps_with_dropout_are_compiled(make):
+    """AdaHessian draws signs too, which depend on nothing: some versions of TorchInductor would draw these first."""
+
+    def steps(backend: str) -> tuple[hesscale.CompiledStep, list[float]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Dropout(0.2), nn.Linear(4, 8), nn.ELU(), nn.Dropout(0.5), nn.Linear(8, 3))
+        step = hesscale.compile_step(
+            model, lambda m, x, y: F.cross_entropy(m(x), y), make(model.parameters(), lr=1e-3), backend=backend
+        )
+        x, y = torch.randn(16, 4), torch.randint(0, 3, (16,))
+        return step, [step(x, y).item() for _ in range(6)]
+
+    step, losses = steps("inductor")
+    assert step.mode == "compiled"
+    assert losses == pytest.approx(steps("traced")[1], rel=1e-4)

@@ -1,0 +1,76 @@
+"""Random numbers under vmap: other ones for each of those that are mapped over, from the same distributions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import hesscale
+from hesscale.compile.make_fx import CannotTrace, trace
+from hesscale.compile.workarounds.vmap import functional
+
+N = 20_000
+DRAWS = {
+    "normal": lambda: torch.empty(N).normal_(1.0, 2.0),
+    "distribution": lambda: torch.distributions.Normal(torch.ones(N), 2 * torch.ones(N)).rsample(),
+    "uniform": lambda: torch.empty(N).uniform_(-1.0, 3.0),
+    "exponential": lambda: torch.empty(N).exponential_(2.0),
+    "bernoulli": lambda: torch.empty(N).bernoulli_(0.3),
+    "gumbel": lambda: F.gumbel_softmax(torch.zeros(N, 3), hard=True)[:, 0],
+    "dropout": lambda: F.dropout(torch.ones(N), 0.3),
+    "rand": lambda: torch.rand(N),
+}
+
+
+def mapped(draw):
+    """What two members get that share everything they draw by."""
+    own = torch.zeros(2)
+    graph = functional(trace(lambda own: draw() + own.sum(), [own]), [own])
+    return torch.func.vmap(graph, randomness="different")(own.expand(2, 2))
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_members_draw_apart_from_the_same_distribution(name):
+    torch.manual_seed(0)
+    first, second = mapped(DRAWS[name])
+    assert not torch.equal(first, second)
+    correlation = torch.corrcoef(torch.stack([first, second]))[0, 1]
+    assert abs(correlation) < 0.03
+    alone = DRAWS[name]()
+    for found in (first, second):
+        torch.testing.assert_close(found.mean(), alone.mean(), rtol=0.05, atol=0.05)
+        torch.testing.assert_close(found.std(), alone.std(), rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [lambda: torch.empty(3).cauchy_(), lambda: torch.empty(3).geometric_(0.5), lambda: F.rrelu(-torch.ones(3), training=True)],
+)
+def test_what_would_be_the_same_for_all_is_refused(draw):
+    with pytest.raises(CannotTrace, match="of which vmap gives all the same numbers"):
+        mapped(draw)
+
+
+@pytest.mark.parametrize("how", ["vmap", "abreast"])
+@pytest.mark.parametrize("options", [{}, {"per_sample": True}])
+def test_members_draw_labels_of_their_own(how, options):
+    models = [nn.Linear(4, 3) for _ in range(3)]
+    for model in models[1:]:
+        model.load_state_dict(models[0].state_dict())
+    optimizers = [hesscale.GGNMC(model.parameters(), lr=1e-3, **options) for model in models]
+    step = hesscale.func.ensemble(models, loss_fn, optimizers, batch_dims=None, how=how, backend="traced")
+    x, y = torch.randn(5, 4), torch.randint(0, 3, (5,))
+    squares = []  # of draws, averaged, after each step
+    for _ in range(3):
+        step(x, y)
+        squares.append([o.state[m.weight]["exp_hess_sq"].clone() for m, o in zip(models, optimizers, strict=True)])
+    assert step.mode == "traced"
+    new = [now - 0.999 * before for before, now in zip(*squares[1:], strict=True)]
+    assert not torch.allclose(new[0], new[1])
+    assert not torch.allclose(new[1], new[2])
+
+
+def loss_fn(model, x, y):
+    return F.cross_entropy(model(x), y)

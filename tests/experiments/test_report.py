@@ -1,0 +1,604 @@
+"""Reports: figures as files and on a page, tables, a summary, and what is said of runs that are not there."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+import re
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from hesscale.experiments.lab import report as reports
+from hesscale.experiments.lab.drawing import draw_plot, save_figure
+from hesscale.experiments.lab.earlier import add_rows, read_summary, set_beside
+from hesscale.experiments.lab.experiment import Experiment, as_task
+from hesscale.experiments.lab.interactive import figures
+from hesscale.experiments.lab.marks import COLOURS, marks, palette
+from hesscale.experiments.lab.page import as_script, page_of
+from hesscale.experiments.lab.plots import Heat, Plot, Section, Series, Table
+from hesscale.experiments.lab.report import Account, report, write_report
+from hesscale.experiments.lab.store import Store
+
+METHODS = ["HesScale", "BL89", "g² < 1 & <b>bold</b>", "$x$ and $y$"]
+
+
+def accounts() -> list[Account]:
+    """Every kind of item, with unusual text and numbers."""
+    random = np.random.default_rng(0)
+    cloud = np.exp(random.normal(size=(4, 20)))
+    cloud[1, 3:5] = [np.inf, 0.0]
+    steps = 2.0 ** np.arange(6)
+    strip = [Series(name, [number] * 20, cloud[number], kind="dots") for number, name in enumerate(METHODS)]
+    layers = [Series(name, np.repeat([0, 1], 10), cloud[number], kind="dots") for number, name in enumerate(METHODS)]
+    lines = [Series("Adam", steps, steps, steps - 2, steps + 1), Series("exact H", steps, steps**1.5, dashed=True, colour="k")]
+    gap = [1.0, 2.0, float("nan"), 1.0, 2.0, 1.0]
+    learning = [Series("Adam", steps, gap, np.array(gap) - 0.1, np.array(gap) + 0.1), Series("SGD", [1, 32], [1.5, 1.5])]
+    bars = [Series(name, [0, 1], [0.9, 0.5], [0.8, 0.4], [0.95, 0.55], kind="bars") for name in ("before", "after")]
+    matrices = [(f"layer {number}", random.normal(size=(12, 12))) for number in range(3)]
+    strips = [Plot("strip", "Errors", strip, log_y=True, categories=METHODS)]
+    quality = [
+        Section("Whole networks", "One <script>.\n\nAnd `code`.", strips),
+        Section("Layers", items=[Plot("layers", "By layer", layers, "layer", "error", categories=["1", "2"])]),
+    ]
+    cost = [
+        Plot("cost", "Cost", lines, "layers", "ms", log_x=True, log_y=True, caption="Bands are quartiles."),
+        Plot("learning", "Loss", learning, "step", "loss"),
+        Plot("rho", "Dominance", bars, categories=["layer 1", "layer 2"]),
+        Plot("nothing", "Nothing yet", []),
+        Heat("hessians", "Hessians", matrices),
+        Heat("shared", "Absolute values", [(title, np.abs(values)) for title, values in matrices], shared=True),
+        Table("costs", "Costs", ["method", "ms"], [["a | b", "1.25 ± 0.1"], ["<i>", "—"]], "Medians."),
+    ]
+    facts = {"commits": ["abc1234"], "machines": ["cpu X, torch 2"], "started": "2024-01-01", "finished": "2024-01-02"}
+    done = Counter(finished=3)
+    return [
+        Account("quality", "How far <from> exact", "hesscale quality > out", quality, 4, done, ["x is damaged"], **facts),
+        Account("cost", "Cost of a step", "hesscale cost", [Section("All", "", cost)], 3, done, [], {"seed": "0, 1"}, **facts),
+        Account("empty", "Nothing yet", "hesscale empty", asked=2, statuses=Counter({"not started": 2})),
+    ]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("report")
+    assert write_report(accounts(), path) == path / "index.html"
+    return path
+
+
+def items_of(kind):
+    return [(account, item) for account in accounts() for item in account.items if isinstance(item, kind)]
+
+
+def figures_on(page):
+    return [json.loads(text) for text in re.findall(r'<script type="application/json">(.*?)</script>', page, re.S)]
+
+
+class TestFiles:
+    def test_each_figure_is_written_twice(self, folder):
+        names = [account.file_name(item) for account, item in items_of((Plot, Heat))]
+        written = {path.name for path in (folder / "figures").iterdir()}
+        assert written == {f"{name}.{kind}" for name in names for kind in ("png", "svg")}
+        assert (folder / "figures" / "quality-strip.png").read_bytes().startswith(b"\x89PNG")
+
+    def test_the_same_numbers_give_the_same_bytes(self, folder, tmp_path):
+        assert write_report(accounts()[:1], tmp_path, page=False) == tmp_path
+        written = {path.name: path.read_bytes() for path in tmp_path.glob("figures/*")}
+        assert written == {name: (folder / "figures" / name).read_bytes() for name in written}
+        assert {path.name for path in tmp_path.iterdir()} == {"figures", "tables.md", "summary.json"}
+
+    def test_tables_as_markdown(self, folder):
+        text = (folder / "tables.md").read_text()
+        assert "# Cost of a step\n\n    hesscale cost\n\n3 of 3 runs finished.\n" in text
+        assert "| method | ms |\n| :--- | ---: |\n| a \\| b | 1.25 ± 0.1 |\n| &lt;i> | — |\n\nMedians." in text
+        assert "- x is damaged" in text
+
+    def test_summary(self, folder):
+        found = json.loads((folder / "summary.json").read_text())
+        assert found["cost"]["settings"] == {"seed": "0, 1"}
+        assert found["cost"]["commit"] == "abc1234"
+        assert found["quality"]["problems"] == ["x is damaged"]
+        shown = found["cost"]["shown"]
+        assert shown["cost"]["series"][0] == {
+            "label": "Adam",
+            "x": [1, 2, 4, 8, 16, 32],
+            "y": [1, 2, 4, 8, 16, 32],
+            "low": [-1, 0, 2, 6, 14, 30],
+            "high": [2, 3, 5, 9, 17, 33],
+        }
+        assert shown["learning"]["series"][0]["y"][2] is None
+        assert shown["hessians"]["panels"]["layer 0"]["shape"] == [12, 12]
+        assert shown["costs"]["rows"][0] == ["a | b", "1.25 ± 0.1"]
+        assert found["empty"] == {
+            "command": "hesscale empty",
+            "settings": {},
+            "runs": "0 of 2 runs finished; 2 not started.",
+            "problems": [],
+            "shown": {},
+        }
+
+    def test_names_that_clash(self, tmp_path):
+        twice = [Account("a", "a", sections=[Section("s", items=[Plot("x y", "", []), Plot("X-y", "", [])])])]
+        with pytest.raises(ValueError, match="a has more than one figure or table named a-x-y"):
+            write_report(twice, tmp_path)
+        with pytest.raises(ValueError, match="'ρ' cannot name a file"):
+            write_report([Account("a", "a", sections=[Section("s", items=[Plot("ρ", "", [])])])], tmp_path)
+        assert list(tmp_path.iterdir()) == []
+
+
+class TestEarlier:
+    @staticmethod
+    def beside(account, summary):
+        before = {item.name: len(item.series) for item in account.plots}
+        set_beside(account, summary)
+        return [(plot, plot.series[: before[plot.name]], plot.series[before[plot.name] :]) for plot in account.plots]
+
+    def test_what_was_shown_is_drawn_as_it_was(self, folder):
+        """Beside the same with other numbers: the same points, and bars, dots and colours as before."""
+        summary = json.loads((folder / "summary.json").read_text())
+        for account in accounts()[:2]:
+            for plot in account.plots:
+                for series in plot.series:
+                    series.y = 2 * np.array(series.y, dtype=float)
+                    if series.low is not None:
+                        series.low, series.high = 2 * np.array(series.low), 2 * np.array(series.high)
+            for plot, own, earlier in self.beside(account, summary[account.name]):
+                for a, b in zip(own, earlier, strict=True):
+                    assert (b.label, b.kind, b.colour, b.dashed) == (f"{a.label}, earlier", a.kind, a.colour, True)
+                    finite = np.isfinite(a.y)
+                    np.testing.assert_allclose(2 * np.array(b.y)[finite], np.array(a.y)[finite], rtol=1e-3)
+                    assert (a.low is None) == (b.low is None)
+                marks(plot)
+
+    def test_the_same_again_is_not_shown_twice(self, folder):
+        account = accounts()[1]
+        summary = json.loads((folder / "summary.json").read_text())["cost"]
+        summary["settings"] = account.settings
+        assert all(not earlier for _, _, earlier in self.beside(account, summary))
+        (table,) = [item for item in account.items if isinstance(item, Table)]
+        assert len(table.rows) == 2
+        assert account.earlier == []
+        assert account.sections[0].text == ""
+
+    def test_a_label_has_one_name_in_all_items(self):
+        """A curve of before is not taken for that of a run which has none, for it diverged."""
+
+        def account(rows, series):
+            items = [Table("t", "T", ["method", "ms"], rows), Plot("p", "P", series)]
+            return Account("a", "A", "now", sections=[Section("S", "Text.", items)])
+
+        before = {"t": {"header": ["method", "ms"], "rows": [["Adam", "1"], ["SGD", "2"]]}}
+        before["p"] = {"x": "", "y": "", "series": [{"label": label, "x": [1], "y": [1]} for label in ("Adam", "SGD")]}
+        found = account([["Adam", "diverged"]], [])
+        set_beside(found, {"command": "before", "settings": {"epochs": "2, 1", "task": "x"}, "shown": before})
+        table, plot = found.items
+        assert [row[0] for row in table.rows] == ["Adam", "Adam, earlier", "SGD"]
+        assert [series.label for series in plot.series] == ["Adam, earlier", "SGD"]
+        settings = "epochs 2, 1 (here not known); task x (here not known)"
+        expected = f"Beside these runs, those of earlier reports. Settings there: {settings}. Text."
+        assert found.sections[0].text == expected
+
+    def test_the_same_command_at_another_time_is_named(self):
+        account = accounts()[1]
+        shown = {"costs": {"header": ["method", "ms"], "rows": [["c", "3"]]}}
+        set_beside(account, {"command": account.command, "settings": account.settings, "commit": "older", "shown": shown})
+        assert account.earlier[0]["commit"] == "older"
+
+    def test_what_other_settings_gave_is_called_earlier(self):
+        account = accounts()[1]
+        account.settings = {"seed": "0, 1", "task": "x"}
+        shown = {"costs": {"header": ["method", "ms"], "rows": [["c", "3"]]}}
+        set_beside(account, {"command": "", "settings": {"seed": "2", "task": "y"}, "shown": shown})
+        (table,) = [item for item in account.items if isinstance(item, Table)]
+        assert [row[0] for row in table.rows] == ["a | b", "<i>", "c, earlier"]
+
+    def test_rows_with_other_columns(self):
+        """Of which some have the same name."""
+        table = Table("t", "T", ["method", "ms", "paper", "new", "paper"], [["a", "1", "p", "x", "q"]])
+        shown = {"header": ["method", "old", "paper", "ms"], "rows": [["a", "o", "r", "2"], ["b", "p", "s", "3"]]}
+        add_rows(table, shown, {"a": "a, earlier", "b": "b"})
+        assert table.header == ["method", "ms", "paper", "new", "paper", "old"]
+        assert table.rows == [
+            ["a", "1", "p", "x", "q", "–"],
+            ["a, earlier", "2", "r", "–", "–", "o"],
+            ["b", "3", "s", "–", "–", "p"],
+        ]
+        with pytest.raises(ValueError, match="T has other rows in the summary: its first column is 'layer'"):
+            add_rows(table, {"header": ["layer"], "rows": []}, {})
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"command": 1},
+            {"settings": None},
+            {"settings": {"seed": 1}},
+            {"runs": 3},
+            {"machine": {}},
+            {"earlier": [1]},
+            {"earlier": [{"runs": "x"}]},
+            {"shown": {"p": {"x": "", "y": "", "series": [{"label": 1, "x": [1], "y": [1]}]}}},
+            {"shown": {"p": {"x": "", "y": "", "series": [{"label": "a", "x": [1], "y": [[1]]}]}}},
+            {"shown": {"p": {"x": "", "y": "", "series": [{"label": "a", "x": [1], "y": [1], "colour": "nocolour"}]}}},
+            {"shown": {"p": {"x": "", "y": "", "series": [{"label": "a", "x": [1], "y": [1], "kind": "pie"}]}}},
+            {"shown": {"p": {"x": "", "y": ""}}},
+            {"shown": {"t": {"header": ["a", "b"], "rows": [["1"]]}}},
+            {"shown": {"t": {"header": ["a", 1], "rows": []}}},
+        ],
+    )
+    def test_what_is_no_summary_is_refused(self, change, tmp_path):
+        path = tmp_path / "summary.json"
+        path.write_text(json.dumps({"a": {"command": "c", "shown": {}}}))
+        read_summary(tmp_path)
+        path.write_text(json.dumps({"a": {"command": "c", "shown": {}} | change}))
+        with pytest.raises(ValueError, match=r"summary.json is no summary that a report wrote"):
+            read_summary(path)
+
+
+class TestPage:
+    def test_is_whole(self, folder):
+        from plotly.offline import get_plotlyjs
+
+        page = (folder / "index.html").read_text()
+        own = page.replace(get_plotlyjs(), "")
+        assert len(page) - len(own) > 1e6
+        assert len(own) < 60_000
+        assert re.findall(r'(?:src|href)="(?!#|figures/|tables.md|summary.json)', own) == []
+        assert len(figures_on(own)) == sum(len(getattr(item, "panels", "1")) for _, item in items_of((Plot, Heat)))
+
+    def test_text_is_escaped(self):
+        page = page_of(accounts())
+        assert "<p>One &lt;script&gt;.</p>\n<p>And <code>code</code>.</p>" in page
+        assert "<h2>How far &lt;from&gt; exact</h2>" in page
+        assert "<pre>hesscale quality &gt; out</pre>" in page
+        assert "<td>&lt;i&gt;</td>" in page
+        assert "g² &lt; 1 &amp; &lt;b&gt;bold&lt;/b&gt;</button>" in page
+
+    def test_links_lead_somewhere(self):
+        page = page_of(accounts())
+        ids = re.findall(r' id="([^"]*)"', page)
+        assert len(ids) == len(set(ids))
+        assert {"quality", "quality-1", "quality-2", "cost", "cost-1", "empty"} <= set(ids)
+        assert set(re.findall(r'href="#([^"]*)"', page)) <= set(ids)
+
+    def test_what_is_missing_is_said(self):
+        page = page_of(accounts())
+        assert '<div class="problem"><p>3 of 4 runs finished.</p><ul><li>x is damaged</li></ul></div>' in page
+        assert '<div class="problem"><p>0 of 2 runs finished; 2 not started.</p></div>' in page
+        assert "Dashes are medians. 2 of 80 points are not finite, or not positive on a logarithmic axis, and not drawn." in page
+
+    def test_a_script_cannot_be_ended_by_a_label(self):
+        label = "</script><script>alert(1)</script>"
+        plot = Plot("p", label, [Series(label, [1], [1]), Series("b", [1], [1])])
+        page = page_of([Account("a", label, sections=[Section(label, items=[plot])])])
+        assert page.count("</script>") == 3
+        assert as_script([label]) == '["\\u003c/script>\\u003cscript>alert(1)\\u003c/script>"]'
+        assert figures_on(page)[0]["data"][0]["name"] == "&lt;/script&gt;&lt;script&gt;alert(1)&lt;/script&gt;"
+
+
+class TestInteractive:
+    @pytest.mark.parametrize(("account", "item"), items_of((Plot, Heat)), ids=lambda value: value.name)
+    def test_plotly_knows_every_attribute(self, account, item):
+        from plotly import graph_objects
+
+        for figure in figures(item, account.colours):
+            for trace in figure["data"]:
+                if trace["type"] == "heatmap":
+                    trace["z"] = [[1.0]]
+            graph_objects.Figure(**figure)
+            json.dumps(figure, allow_nan=False)
+
+    def test_a_matrix_survives(self):
+        values = np.array([[1.5, np.nan, -3.0], [1e-3, np.inf, 2.0]])
+        large = values * 1e300
+        for matrix, kind in ((values, "f4"), (large, "f8")):
+            packed = figures(Heat("h", "", [("", matrix)]))[0]["data"][0]["z"]
+            found = np.frombuffer(base64.b64decode(packed["bdata"]), dtype=f"<{kind}").reshape(2, 3)
+            assert (packed["dtype"], packed["shape"]) == (kind, "2, 3")
+            np.testing.assert_allclose(found, matrix, rtol=1e-6)
+
+    def test_a_band_has_gaps_where_the_line_has(self):
+        low, high = [0, 1, np.nan, 3], [2, 3, 4, 5]
+        band, line = figures(Plot("p", "", [Series("a", [0, 1, 2, 3], [1, 2, np.nan, 4], low, high)]))[0]["data"]
+        assert band["x"] == [0, 1, 1, 0, None, 3, 3, None]
+        assert band["y"] == [2, 3, 1, 0, None, 5, 3, None]
+        assert line["y"] == [1, 2, None, 4]
+
+    @pytest.mark.parametrize(
+        ("values", "ticks"), [([], 4), ([0.0, -1.0], 4), ([1.0, np.nan], 4), ([1.0, 1e6], 7), ([1e-9, 1e9], 9)]
+    )
+    def test_powers_along_an_axis(self, values, ticks):
+        (figure,) = figures(Plot("p", "", [Series("a", range(len(values)), values)], log_y=True))
+        assert (figure["layout"]["yaxis"]["type"], figure["layout"]["yaxis"]["nticks"]) == ("log", ticks)
+
+    def test_scales_of_heat_maps(self):
+        values = [("a", [[0.0, 1.0]]), ("b", [[-3.0, 2.0]])]
+        own, shared = ([figure["data"][0] for figure in figures(Heat("h", "", values, shared))] for shared in (False, True))
+        assert [(trace["zmin"], trace["zmax"]) for trace in own] == [(0, 1), (-3, 3)]
+        assert [(trace["zmin"], trace["zmax"]) for trace in shared] == [(-3, 3), (-3, 3)]
+        assert own[0]["colorscale"] != own[1]["colorscale"] == shared[0]["colorscale"]
+
+
+class TestMarks:
+    def test_clouds_stay_in_their_slots(self):
+        series = [Series(name, [0] * 30 + [1] * 30, np.arange(60.0), kind="dots") for name in "abc"]
+        drawn, note = marks(Plot("p", "", series, categories=["x", "y"]))
+        assert note == ""
+        ends = [(mark.x[mark.x < 0.5].min(), mark.x[mark.x < 0.5].max()) for mark in drawn]
+        assert -0.5 < ends[0][0] < ends[0][1] < ends[1][0] < 0 < ends[1][1] < ends[2][0] < ends[2][1] < 0.5
+        np.testing.assert_allclose(drawn[1].x[30:] - drawn[1].x[:30], 1)
+        assert [y for _, _, y in drawn[0].medians] == [14.5, 44.5]
+        again, _ = marks(Plot("p", "", series, categories=["x", "y"]))
+        np.testing.assert_array_equal(drawn[2].x, again[2].x)
+
+    def test_a_cloud_alone_is_in_the_middle(self):
+        drawn, _ = marks(Plot("p", "", [Series(name, [n], [1.0], kind="dots") for n, name in enumerate("ab")], categories="ab"))
+        assert [mark.x.tolist() for mark in drawn] == [[0], [1]]
+        assert not any(mark.in_legend or mark.medians for mark in drawn)
+
+    def test_dots_with_places_of_their_own_stay_there(self):
+        series = [Series("a", [0.2, 1, 1, 1], [1, 2, 3, 4], kind="dots"), Series("b", [0, 1], [1, 2], kind="dots")]
+        drawn, _ = marks(Plot("p", "", series, categories=["x", "y"]))
+        assert [mark.x.tolist() for mark in drawn] == [[0.2, 1, 1, 1], [0, 1]]
+        assert not drawn[0].medians
+
+    def test_a_label_stands_in_the_legend_once(self):
+        series = [Series(label, [0, 1], [1, 2], kind=kind) for label in "ab" for kind in ("dots", "line")]
+        drawn, _ = marks(Plot("p", "", series, categories=["x", "y"]))
+        assert [mark.in_legend for mark in drawn] == [True, False, True, False]
+        assert [mark.colour for mark in drawn] == [COLOURS[0], COLOURS[0], COLOURS[1], COLOURS[1]]
+
+    def test_bars_stand_side_by_side(self):
+        first, second = marks(Plot("p", "", [Series(name, [10, 20], [1, 2], kind="bars") for name in "ab"]))[0]
+        edges = [mark.x[number] + side * mark.width / 2 for number in (0, 1) for mark in (first, second) for side in (-1, 1)]
+        assert edges == sorted(edges)
+        assert ((first.x + second.x) / 2).tolist() == [10, 20]
+
+    def test_what_cannot_be_drawn_is_counted(self):
+        plot = Plot("p", "", [Series("a", [0, 1, 2, 3], [1, 0, -1, np.nan]), Series("b", [1], [2], kind="dots")], log_y=True)
+        drawn, note = marks(plot)
+        np.testing.assert_array_equal(drawn[0].y, [1, np.nan, np.nan, np.nan])
+        assert note.startswith("3 of 5 points")
+        assert marks(dataclasses.replace(plot, log_y=False))[1] == "1 of 5 points are not finite and not drawn."
+
+    def test_a_band_that_reaches_zero_ends_at_the_smallest_number(self):
+        (mark,), note = marks(Plot("p", "", [Series("a", [1, 2], [4.0, 5.0], [-1.0, 3.0], [6.0, 7.0])], log_y=True))
+        assert mark.low.tolist() == [3, 3]
+        assert note == ""
+
+    def test_a_label_keeps_its_colour(self):
+        plots = [Plot("p", "", [Series(name, [1], [1]) for name in names]) for names in ("abc", "ca")]
+        account = Account("x", "x", sections=[Section("s", items=plots)])
+        assert [mark.colour for mark in marks(plots[1], account.colours)[0]] == [COLOURS[2], COLOURS[0]]
+        many = [Plot("p", "", [Series(str(number), [1], [1]) for number in range(start, start + 8)]) for start in (0, 8)]
+        assert Account("x", "x", sections=[Section("s", items=many)]).colours is None
+        assert len(set(palette(many[1:]).values())) == 8
+
+    @pytest.mark.parametrize(
+        ("item", "message"),
+        [
+            (Plot("p", "", [Series("a", [1], [1], kind="pie")]), "plot p, series a: kind 'pie' is none of line, dots, bars"),
+            (Plot("p", "", [Series("a", [1, 2], [1])]), "differ in length"),
+            (Plot("p", "", [Series("a", [1], [1], [0])]), "low and high come together"),
+            (Plot("p", "", [Series("a", [1], [1], [2], [0])]), "low is above high"),
+            (Plot("p", "", [Series("a", [2], [1])], categories=["x", "y"]), "x is not within a category, 0 to 1"),
+            (Plot("p", "", [Series("a", [np.nan], [1])], categories=["x", "y"]), "x is not within a category, 0 to 1"),
+            (Plot("p", "", [Series("a", [1], [1], kind="bars")], log_x=True), "give them categories"),
+            (Heat("h", "", []), "heat map h: every panel needs a matrix"),
+            (Heat("h", "", [("a", [1.0, 2.0])]), "heat map h: every panel needs a matrix"),
+            (Table("t", "", ["a", "b"], [["1"]]), "table t: every row needs 2 cells"),
+        ],
+    )
+    def test_what_cannot_be_shown_is_refused(self, item, message, tmp_path):
+        with pytest.raises(ValueError, match=message):
+            write_report([Account("a", "a", sections=[Section("s", items=[item])])], tmp_path)
+        if not isinstance(item, Table):
+            with pytest.raises(ValueError, match=message):
+                save_figure(item, tmp_path / "x")
+            with pytest.raises(ValueError, match=message):
+                figures(item)
+
+
+class TestDrawing:
+    def test_the_legend_is_beside_the_axes(self):
+        plot = next(item for _, item in items_of(Plot) if item.name == "layers")
+        figure = draw_plot(plot, None)
+        figure.draw_without_rendering()
+        (legend,) = figure.legends
+        assert [text.get_text() for text in legend.get_texts()] == [*METHODS[:3], r"\$x\$ and \$y\$"]
+        assert not legend.get_window_extent().overlaps(figure.axes[0].get_window_extent())
+
+    def test_axes(self):
+        figure = draw_plot(next(item for _, item in items_of(Plot) if item.name == "cost"), None)
+        axes = figure.axes[0]
+        assert (axes.get_xscale(), axes.get_yscale(), axes.get_xlabel(), axes.get_ylabel()) == ("log", "log", "layers", "ms")
+        assert [label.get_text() for label in axes.get_xticklabels()] == ["1", "2", "4", "8", "16", "32"]
+
+    def test_every_finite_dot_is_drawn(self):
+        figure = draw_plot(next(item for _, item in items_of(Plot) if item.name == "strip"), None)
+        assert [len(cloud.get_offsets()) for cloud in figure.axes[0].collections] == [20, 18, 20, 20]
+        assert figure.legends == []
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    seed: int
+    kind: str = "a"
+
+
+def run(task, run, data):
+    if task.seed == 13:
+        raise RuntimeError("unlucky")
+    return {"square": task.seed**2}
+
+
+def sections(results):
+    points = Series("square", [result.task.seed for result in results], [result.values["square"] for result in results])
+    return [Section("Squares", items=[Plot("squares", "Squares", [points])])]
+
+
+class TestReport:
+    @pytest.fixture
+    def store(self, tmp_path, monkeypatch):
+        known = [Experiment(name, name.title(), Task, {}, Task, list, str, run, sections) for name in ("squares", "cubes")]
+        monkeypatch.setattr(reports, "experiments", lambda: {experiment.name: experiment for experiment in known})
+        self.experiment = known[0]
+        return Store(tmp_path / "runs")
+
+    def ask(self, store, *seeds, done=()):
+        tasks = [as_task(Task(seed)) for seed in seeds]
+        store.request("squares", tasks, f"hesscale squares --seeds {len(seeds)}")
+        for seed in done:
+            try:
+                self.experiment.do(store, as_task(Task(seed)), None, "")
+            except RuntimeError:
+                assert seed == 13
+
+    def summary(self, store, tmp_path, names=()):
+        path = report(store, list(names), tmp_path / "out")
+        assert path == tmp_path / "out" / "index.html"
+        return json.loads((tmp_path / "out" / "summary.json").read_text())
+
+    def test_finished_runs(self, store, tmp_path):
+        self.ask(store, 1, 2, 3, done=(1, 2, 3))
+        found = self.summary(store, tmp_path, ["squares"])["squares"]
+        assert found["command"] == "hesscale squares --seeds 3"
+        assert found["runs"] == "3 of 3 runs finished."
+        assert found["settings"] == {"seed": "1, 2, 3", "kind": "a"}
+        assert found["problems"] == []
+        assert found["shown"]["squares"]["series"] == [{"label": "square", "x": [1, 2, 3], "y": [1, 4, 9]}]
+        assert {"commit", "machine", "when"} <= found.keys()
+        assert 'class="problem"' not in (tmp_path / "out" / "index.html").read_text()
+
+    def test_everything_that_is_finished(self, store, tmp_path):
+        for seed, command in ((1, "hesscale squares --seeds 1"), (2, "hesscale squares"), (3, "hesscale squares")):
+            self.experiment.do(store, as_task(Task(seed)), None, command)
+        unasked = self.summary(store, tmp_path, ["squares"])["squares"]
+        assert sorted(unasked["command"].splitlines()) == ["hesscale squares", "hesscale squares --seeds 1"]
+        assert unasked["runs"] == "3 of 3 runs finished."
+        self.ask(store, 1, 4)
+        assert self.summary(store, tmp_path)["squares"]["runs"] == "1 of 2 runs finished; 1 not started."
+        report(store, ["squares"], tmp_path / "all", page=False, everything=True)
+        text = (tmp_path / "all" / "tables.md").read_text()
+        assert "    hesscale squares --seeds 1\n" in text
+        assert "    hesscale squares\n" in text
+        assert "3 of 3 runs finished." in text
+
+    def test_runs_that_are_missing_failed_or_damaged(self, store, tmp_path):
+        self.ask(store, *range(10), 13, done=(1, 2, 3, 4, 13))
+        (store.directory("squares", as_task(Task(1))) / "run.sqlite").write_bytes(b"torn" * 100)
+        results_are_torn(store.directory("squares", as_task(Task(2))))
+        found = self.summary(store, tmp_path)["squares"]
+        assert found["runs"] == "2 of 11 runs finished; 6 not started, 2 damaged, 1 failed."
+        assert found["settings"]["seed"] == "11 values, 0 … 13"
+        assert found["shown"]["squares"]["series"][0]["y"] == [9, 16]
+        torn, unreadable, failed = found["problems"]
+        assert "file is not a database" in torn
+        assert "cannot be read" in unreadable
+        assert failed == "1 failed: RuntimeError: unlucky"
+        assert "2 of 11 runs finished" in (tmp_path / "out" / "index.html").read_text()
+
+    def test_nothing_finished(self, store, tmp_path):
+        self.ask(store, 1, 2)
+        found = self.summary(store, tmp_path)["squares"]
+        assert (found["runs"], found["shown"]) == ("0 of 2 runs finished; 2 not started.", {})
+
+    def test_runs_of_another_version(self, store, tmp_path):
+        store.request("squares", [{"seed": 1}], "hesscale squares")
+        store.request("gone", [{"seed": 1}], "hesscale gone")
+        found = self.summary(store, tmp_path)
+        assert "other settings than this version" in found["squares"]["problems"][0]
+        assert found["gone"]["problems"] == ["This version has no experiment of that name."]
+
+    def test_beside_an_earlier_report(self, store, tmp_path):
+        self.ask(store, 1, 2, done=(1, 2))
+        report(store, [], tmp_path / "first", page=False)
+        self.ask(store, 3, done=(3,))
+        report(store, [], tmp_path / "both", beside=tmp_path / "first")
+        found = json.loads((tmp_path / "both" / "summary.json").read_text())["squares"]
+        now, earlier = found["shown"]["squares"]["series"]
+        assert now == {"label": "square", "x": [3], "y": [9]}
+        assert earlier == {"label": "square, earlier", "dashed": True, "x": [1, 2], "y": [1, 4]}
+        assert found["runs"] == "1 of 1 runs finished."
+        assert found["earlier"][0]["command"] == "hesscale squares --seeds 2"
+        assert found["earlier"][0]["runs"] == "2 of 2 runs finished."
+        text = (tmp_path / "both" / "tables.md").read_text()
+        assert "from an earlier report (2 of 2 runs finished):\n\n    hesscale squares --seeds 2\n" in text
+        page = (tmp_path / "both" / "index.html").read_text()
+        assert "<pre>hesscale squares --seeds 2</pre>" in page
+        assert "<p>Beside these runs, those of earlier reports. Settings there: seed 1, 2 (here 3).</p>" in page
+        self.ask(store, 4, done=(4,))
+        report(store, [], tmp_path / "thrice", page=False, beside=tmp_path / "both" / "summary.json")
+        thrice = json.loads((tmp_path / "thrice" / "summary.json").read_text())["squares"]
+        labels = [series["label"] for series in thrice["shown"]["squares"]["series"]]
+        assert labels == ["square", "square, earlier", "square, earlier, earlier"]
+
+    def test_nothing_of_an_earlier_report_is_lost(self, store, tmp_path):
+        self.ask(store, 1, 2, done=(1, 2))
+        report(store, [], tmp_path / "out", page=False)
+        self.ask(store, 1, done=())
+        first = json.loads((tmp_path / "out" / "summary.json").read_text())
+        for _ in range(2):
+            report(store, [], tmp_path / "out", page=False, beside=tmp_path / "out")  # in place, again and again
+            found = json.loads((tmp_path / "out" / "summary.json").read_text())["squares"]
+            assert len(found["shown"]["squares"]["series"]) == 2
+        first["squares"]["shown"]["more"] = {"header": ["a"], "rows": []}
+        (tmp_path / "out" / "summary.json").write_text(json.dumps(first))
+        with pytest.raises(ValueError, match="out would lose what only its summary has: squares: more; use another --out"):
+            report(store, [], tmp_path / "out", page=False, beside=tmp_path / "out")
+        self.ask(store, 13, done=(13,))
+        report(store, [], tmp_path / "other", page=False, beside=tmp_path / "out")  # of runs that have nothing to show
+
+    @pytest.mark.parametrize(
+        "text", ["", "[1]", '{"squares": 1}', '{"squares": {"shown": {}}}', '{"squares": {"shown": 1, "command": ""}}']
+    )
+    def test_beside_what_is_no_summary(self, text, store, tmp_path):
+        self.ask(store, 1, done=(1,))
+        path = tmp_path / "summary.json"
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"summary.json is no summary that a report wrote"):
+            report(store, [], tmp_path / "out", beside=path)
+        with pytest.raises(ValueError, match=r"there is no .*nowhere: `hesscale report` writes one"):
+            report(store, [], tmp_path / "out", beside=tmp_path / "nowhere")
+
+    @pytest.mark.parametrize(
+        ("found", "message"),
+        [
+            ({"cubes": {"command": "", "shown": {}}}, "is about cubes, not about squares"),
+            (
+                {"squares": {"command": "", "shown": {"more": {"panels": {}}}}},
+                "shows nothing of squares that these runs show: more",
+            ),
+            (
+                {"squares": {"command": "", "shown": {"squares": {"x": "t", "y": "", "series": []}}}},
+                "Squares has other axes in the summary",
+            ),
+            ({"squares": {"command": "", "shown": {"squares": {"x": "", "y": ""}}}}, "is no summary that a report wrote"),
+        ],
+    )
+    def test_beside_a_summary_of_something_else(self, found, message, store, tmp_path):
+        self.ask(store, 1, done=(1,))
+        (tmp_path / "summary.json").write_text(json.dumps(found))
+        with pytest.raises(ValueError, match=message):
+            report(store, [], tmp_path / "out", beside=tmp_path)
+
+    def test_unknown_names(self, store, tmp_path):
+        with pytest.raises(ValueError, match="no experiment is named circles; there are cubes, squares"):
+            report(store, ["circles"], tmp_path)
+
+    def test_nothing_to_report(self, store, tmp_path):
+        with pytest.raises(ValueError, match="runs has no runs: run an experiment first, such as `hesscale cubes`"):
+            report(store, [], tmp_path)
+        self.ask(store, 1, done=(1,))
+        with pytest.raises(ValueError, match="runs has no runs of cubes: run `hesscale cubes` first"):
+            report(store, ["squares", "cubes"], tmp_path)
+
+
+def results_are_torn(directory):
+    import sqlite3
+
+    database = sqlite3.connect(directory / "run.sqlite")
+    with database:
+        database.execute("UPDATE results SET value = ?", (b"{torn",))
+    database.close()

@@ -1,0 +1,228 @@
+"""Scores by step size are normalised as the paper says, divergence is the worst of all, and intervals are those of rliable."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(torch.empty(0).device.type != "cpu", reason="agents act on the CPU")
+
+pytest.importorskip("gymnasium")
+np = pytest.importorskip("numpy")
+
+from hesscale.experiments.figures import rl, robustness  # noqa: E402
+from hesscale.experiments.figures._normalised import aggregate, scores_of  # noqa: E402
+from hesscale.experiments.lab.experiment import as_task  # noqa: E402
+from hesscale.experiments.lab.marks import check  # noqa: E402
+from hesscale.experiments.lab.statistics import bootstrap_interval, iqm  # noqa: E402
+from hesscale.experiments.lab.store import Result, Store  # noqa: E402
+from hesscale.experiments.rl.config import Config  # noqa: E402
+
+EXPERIMENT = robustness.EXPERIMENT
+SCORES = np.array([[0.10, 0.42, 0.95], [0.31, 0.77, 0.50], [0.05, 0.64, 0.88], [0.22, 0.90, 0.71], [0.48, 0.15, 0.99]])
+
+
+def result(optimizer, size, seed, found, diverged_at=None, **task):
+    config = Config(**{"algo": "ppo", "env": "Ant-v5", "steps": 100, **task}, optimizer=optimizer, step_size=size, seed=seed)
+    return Result(config, {"mean_return": found, "diverged_at": diverged_at}, {}, {})
+
+
+def some(**task):
+    """Averages of 100, 300, 150 and, because of a divergence, 150; the worst run has 90."""
+    return [
+        *(result("adam", 1e-3, seed, found, **task) for seed, found in enumerate((90.0, 110.0))),
+        *(result("adam", 1e-2, seed, found, **task) for seed, found in enumerate((200.0, 400.0))),
+        *(result("scaled-adam", 1e-3, seed, found, **task) for seed, found in enumerate((120.0, 180.0))),
+        result("scaled-adam", 1e-2, 0, 210.0, **task),
+        result("scaled-adam", 1e-2, 1, 1000.0, diverged_at=50, **task),
+    ]
+
+
+# ----------------------------------------------------------------------------------------------------------------- statistics
+
+
+def test_iqm_is_the_mean_without_the_outer_quarters():
+    assert iqm(SCORES) == pytest.approx((0.31 + 0.42 + 0.48 + 0.50 + 0.64 + 0.71 + 0.77 + 0.22 + 0.88) / 9)
+    assert iqm(np.arange(8.0).reshape(2, 4)) == 3.5
+    assert iqm([[5.0, -100.0, 7.0]]) == pytest.approx(-88 / 3)  # a quarter of three is none
+    np.testing.assert_allclose(iqm(np.stack([SCORES, 2 * SCORES])), [iqm(SCORES), 2 * iqm(SCORES)])
+
+
+def test_intervals_are_those_of_rliable():
+    """rliable 1.2 with 200,000 resamples: IQM 0.54778, interval 0.39556 to 0.68667."""
+    assert iqm(SCORES) == pytest.approx(0.54778, abs=1e-5)
+    assert bootstrap_interval(SCORES, resamples=20_000) == pytest.approx((0.39556, 0.68667), abs=0.004)
+
+
+def test_runs_are_drawn_within_environments():
+    scores = np.array([[0.0, 10.0], [1.0, 11.0]])
+    seen = []
+    bootstrap_interval(scores, lambda drawn: seen.append(drawn) or drawn.mean((-1, -2)), resamples=200)
+    (drawn,) = seen
+    assert drawn.shape == (200, 2, 2)
+    assert set(drawn[..., 0].ravel()) == {0.0, 1.0}
+    assert set(drawn[..., 1].ravel()) == {10.0, 11.0}
+    apart = drawn[:, :, 0] != drawn[:, :, 1] - 10
+    assert 0.3 < apart.mean() < 0.7  # each environment draws its own
+    assert 0.3 < (drawn[:, 0] == drawn[:, 1]).mean() < 0.7  # with replacement
+
+
+def test_intervals_depend_on_the_seed_alone():
+    first, same, other = (bootstrap_interval(SCORES, resamples=50, seed=seed) for seed in (0, 0, 1))
+    assert first == same != other
+    low, high = bootstrap_interval(SCORES, level=0.5)
+    assert bootstrap_interval(SCORES)[0] < low < iqm(SCORES) < high < bootstrap_interval(SCORES)[1]
+    assert bootstrap_interval([[0.3, 0.5]]) == (0.4, 0.4)
+
+
+@pytest.mark.parametrize(
+    ("scores", "options", "message"),
+    [
+        ([1.0, 2.0], {}, r"scores has the shape \(2,\), expected \(runs, environments\)"),
+        ([[1.0, np.nan]], {}, "not finite"),
+        (SCORES, {"resamples": 0}, "resamples=0 must be positive"),
+        (SCORES, {"level": 95}, "level=95 between 0 and 1"),
+    ],
+)
+def test_what_has_no_interval_is_refused(scores, options, message):
+    with pytest.raises(ValueError, match=message):
+        bootstrap_interval(scores, **options)
+
+
+# --------------------------------------------------------------------------------------------------------------------- scores
+
+
+def test_scores_are_normalised_by_averages_and_divergence_is_the_worst():
+    scores = scores_of("Ant-v5", some())
+    assert (scores.low, scores.high) == (100.0, 300.0)
+    assert {cell: scores.of(cell) for cell in scores.returns} == {
+        ("adam", 1e-3): pytest.approx({0: -0.05, 1: 0.05}),
+        ("adam", 1e-2): pytest.approx({0: 0.5, 1: 1.5}),
+        ("scaled-adam", 1e-3): pytest.approx({0: 0.1, 1: 0.4}),
+        ("scaled-adam", 1e-2): pytest.approx({0: 0.55, 1: -0.05}),
+    }
+    means = scores.means("scaled-adam")
+    assert list(means) == [1e-3, 1e-2]
+    assert means[1e-2].mean == pytest.approx(0.25)
+    assert means[1e-2].error == pytest.approx(0.3)
+    assert scores.diverged["scaled-adam", 1e-2] == 1
+
+
+def test_a_run_without_an_episode_is_the_worst_and_equal_returns_have_no_scores():
+    found = [result("adam", 1e-3, 0, 2.0), result("adam", 1e-2, 0, None), result("adam", 1, 0, 1.0)]
+    assert scores_of("Ant-v5", found).of(("adam", 1e-2)) == {0: 0.0}
+    assert scores_of("Ant-v5", found[:1]) is None
+    assert scores_of("Ant-v5", found[1:2]) is None
+
+
+def test_the_aggregate_takes_seeds_that_all_environments_have():
+    first, second = some(), some(env="Hopper-v5")
+    known = [scores_of("a", first), scores_of("b", second[1:])]
+    points = aggregate(known, "adam")
+    assert points[1e-3].interval is None  # one seed is left
+    matrix = [[scores.of(("adam", 1e-2))[seed] for scores in known] for seed in (0, 1)]
+    assert points[1e-2].iqm == iqm(matrix)
+    assert points[1e-2].interval == bootstrap_interval(matrix)
+    known = [scores_of("a", first), scores_of("b", second[2:])]
+    assert list(aggregate(known, "adam")) == [1e-2]
+
+
+def test_a_section_has_a_plot_for_each_environment_and_one_for_all():
+    results = [*some(), *some(env="hesscale/UR-Reacher-2D-v0"), *some(env="Humanoid-v5", steps=500), *some(algo="a2c")]
+    ppo, a2c = robustness.sections(results)
+    sensitivity, overall, total, *plots = ppo.items
+    assert [plot.title for plot in plots] == ["PPO on Ant-v5", "PPO on hesscale/UR-Reacher-2D-v0", "PPO on Humanoid-v5"]
+    for item in [*ppo.items, *a2c.items]:
+        check(item)
+    names = [item.name for item in [*ppo.items, *a2c.items]]
+    assert len(set(names)) == len(names) == 10
+    assert "Ant-v5, hesscale/UR-Reacher-2D-v0: 100 steps; Humanoid-v5: 500 steps." in ppo.text
+    assert "not all" not in ppo.text
+    adam, scaled = plots[0].series
+    assert (adam.label, adam.x, adam.y) == ("Adam", [1e-3, 1e-2], [0.0, 1.0])
+    assert scaled.y == pytest.approx([0.25, 0.25])
+    assert (scaled.low[1], scaled.high[1]) == pytest.approx((-0.05, 0.55))
+    assert plots[0].log_x
+    assert "0 is a return of 100.0 and 1 of 300.0" in plots[0].caption
+    assert total.title == "PPO over 3 environments"
+    assert total.series[0].y == pytest.approx([0.0, 1.0])  # of three times 0.5 and 1.5 each
+    assert sensitivity.rows[0] == ["Ant-v5", "Adam", "1.00 ± 0.50 at 0.01", "0.00 ± 0.05 at 0.001", "1.00", "0 of 4"]
+    assert sensitivity.rows[1][4:] == ["0.00", "1 of 4 (0.01: 1)"]
+    assert overall.rows[0][3:] == ["1.00", "1.00 ± 0.00", "0 of 12"]
+    assert overall.rows[1][5] == "3 of 12 (0.01: 3)"
+
+
+def test_a_section_says_what_is_missing():
+    (found,) = robustness.sections([*some()[:-1], *[dataclasses.replace(r, task=t) for r, t in flat()]])
+    assert "This is not all of it: 15 of 16 runs." in found.text
+    assert "Left out, because all averages are the same, or no episode ended: Hopper-v5." in found.text
+    assert [item.title for item in found.items][-1] == "PPO on Ant-v5"
+    (found,) = robustness.sections([result("adam", 1e-3, 0, None)])
+    assert found.items == []
+
+
+def flat():
+    same = [result(*cell, seed, 5.0) for seed in (0, 1) for cell in (("adam", 1e-3), ("adam", 1e-2))]
+    same += [result(*cell, seed, 5.0) for seed in (0, 1) for cell in (("scaled-adam", 1e-3), ("scaled-adam", 1e-2))]
+    return [(found, dataclasses.replace(found.task, env="Hopper-v5")) for found in same]
+
+
+def test_an_environment_of_several_lengths_is_as_many():
+    found, other = robustness.sections([*some(), *some(steps=2000), *some(eps=1e-8)])
+    assert not {item.name for item in found.items} & {item.name for item in other.items}
+    assert [item.title for item in found.items[3:]] == ["PPO on Ant-v5, 100 steps", "PPO on Ant-v5, 2,000 steps"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------- tasks
+
+
+def test_the_paper_s_grid_gives_humanoids_more_steps():
+    pytest.importorskip("mujoco")
+    asked = EXPERIMENT.tasks(robustness.PRESETS["paper"])
+    assert len(asked) == 10 * 10 * 2 * 3 * 9
+    assert {task.env for task in asked if task.steps == 10_000_000} == {"Humanoid-v5", "HumanoidStandup-v5"}
+    assert {task.steps for task in asked} == {2_000_000, 10_000_000}
+    assert {task.optimizer for task in asked} == {"adam", "scaled-adam", "scaled-adahesscale"}
+    assert sorted({task.step_size for task in asked}) == [3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 1.0]
+    assert EXPERIMENT.work(robustness.PRESETS["paper"]) == "5400 agents, 19,440,000,000 steps of environments in all"
+    same = EXPERIMENT.tasks(robustness.Settings(env="Humanoid-v5", steps=50))
+    assert {task.steps for task in same} == {50}
+
+
+def test_all_optimizers_are_compared_whatever_the_trust_radius():
+    """Scores are normalised over all that a section has."""
+    asked = EXPERIMENT.tasks(robustness.Settings(trust_radius=1e-6, step_size="1e-4,1e-3", seeds=1))
+    values = {"mean_return": 1.0, "mean_return_of_episodes": 1.0, "diverged_at": None, "steps_per_second": 1.0}
+    results = [Result(task, {**values, "mean_return": float(k)}, {}, {}) for k, task in enumerate(asked)]
+    (section,) = robustness.sections(results)
+    assert {row[1] for row in section.items[0].rows} == {"Adam", "Scaled Adam", "Scaled AdaHesScale"}
+
+
+def test_tasks_are_those_of_rl():
+    shared = {"algo": "a2c", "optimizer": "adam", "step_size": "1e-3,1", "steps": 10, "eps": 1e-8, "half_value_loss": True}
+    assert EXPERIMENT.tasks(robustness.Settings(**shared)) == rl.tasks(rl.Settings(**shared))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"humanoid_steps": -1}, "humanoid_steps=-1 is negative"),
+        ({"step_size": "1e-3;1"}, "a step size is a number, not '1e-3;1'"),
+        ({"optimizer": "sgd"}, "no optimizer is called 'sgd'"),
+        ({"env": "cartpole-v1"}, "close to it: CartPole-v1"),
+    ],
+)
+def test_bad_settings_are_refused_by_name(changed, message):
+    with pytest.raises(ValueError, match=message):
+        EXPERIMENT.tasks(robustness.Settings(**changed))
+
+
+def test_the_smoke_preset_runs(tmp_path):
+    settings = dataclasses.replace(robustness.PRESETS["smoke"], steps=60, seeds=1)
+    store, asked = Store(tmp_path), [as_task(task) for task in EXPERIMENT.tasks(settings)]
+    for task in asked:
+        EXPERIMENT.do(store, task, None)
+    (found,) = robustness.sections(EXPERIMENT.results(store, asked))
+    assert [len(item.series) for item in found.items[2:]] == [2, 2]
