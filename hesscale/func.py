@@ -6,7 +6,6 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import wraps
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -22,15 +21,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .compile.ensemble import Ensemble as Ensemble
 from .compile.ensemble import ensemble as ensemble
 from .compile.make_fx import MAKES, OUTSIDE, CannotTrace, trace
-from .compile.nearby import MOST_ENTRIES, Near, is_of_a_library, known_now, shown
+from .compile.signature import PLAIN, Constant, Identity
 from .compile.workarounds.vmap import functional
 from .engine import backward as engine
 from .engine.arguments import check_choices, check_loss
 from .engine.heads import Unsettled
 from .errors import CompileWarning
 
-MOST_RECORDS = 64
-CAN_TELL_ALL = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)  # functions of torch too, when it compiles
+MAX_RECORDS = 64
 ONLY_VMAP = "Hessian diagonals cannot be differentiated: of torch.func's transforms, vmap alone may stand around this function"
 ADVICE = {  # what to do about a tensor that a record cannot hold
     OUTSIDE: "it uses a tensor that is not among its arguments: pass it as one",
@@ -56,10 +54,10 @@ def grad_and_hess_diag(
     hess_diags)``. No ``.grad`` is touched, and nothing that is returned has a graph: ``torch.func.grad`` of the result is
     refused. ``torch.func.vmap``, ``functional_call`` and ``torch.compile`` work.
 
-    Under ``vmap`` and ``torch.compile``, ``fn`` is recorded once for each new set of shapes, and the record is run. All tensors
-    that it uses must then be among its arguments, and it must not look at their values. What it refers to in variables and
-    attributes, such as ``model.training``, is noticed when it changes, as far as it is near; anything else is frozen, and where
-    the structure of the loss at the first sample does not hold for another, the diagonals of that one are NaN.
+    Under ``vmap`` and ``torch.compile``, ``fn`` is recorded once for each new set of shapes, and the record is run, as
+    ``jax.jit`` does: whatever ``fn`` reads besides its arguments is a constant of the record. All tensors that it uses must
+    then be among its arguments, and it must not look at their values. Where the structure of the loss at the first sample does
+    not hold for another, the diagonals of that one are NaN.
 
     Args:
         fn: returns a scalar loss; the model's parameters are among its arguments.
@@ -86,30 +84,19 @@ def grad_and_hess_diag(
     transform = Transform(fn, argnums, has_aux, options)
     from torch._dynamo import disable, nonstrict_trace  # takes seconds to import
 
-    apply, near = disable(transform), transform.near
-    entries = [(holder, key) for holder, key in near.entries if CAN_TELL_ALL or not is_function_of_a_library(holder.get(key))]
+    apply = disable(transform)
 
     @nonstrict_trace
-    def call(seen: list[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        return apply(seen, args, kwargs)
+    def call(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        return apply(args, kwargs)
 
     @wraps(fn, updated=())
     def transformed(*args: Any, **kwargs: Any) -> Any:
-        seen: list[Any] = []
-        if torch.compiler.is_dynamo_compiling():
-            seen += [shown(cell.cell_contents) for cell in near.cells]
-            seen += [shown(holder.get(key)) for holder, key in entries]
-            seen += [shown(getattr(holder, name, None)) for holder, name in near.attributes]
-            seen += [shown(value) for box in near.boxes for value in list(box)[:MOST_ENTRIES]]
-        return call(seen, args, kwargs)
+        return call(args, kwargs)
 
     code = transformed.__code__.replace(co_name=transform.name)  # type: ignore[attr-defined]
-    transformed.__code__ = code  # type: ignore[attr-defined]  # its own, by which torch.compile keeps what it compiled
+    transformed.__code__ = code  # type: ignore[attr-defined]  # its own: torch.compile keeps its graphs by code object
     return transformed
-
-
-def is_function_of_a_library(value: Any) -> bool:
-    return isinstance(value, FunctionType) and is_of_a_library(value)
 
 
 class Transform:
@@ -118,19 +105,16 @@ class Transform:
     def __init__(self, fn: Callable[..., Any], argnums: int | tuple[int, ...], has_aux: bool, options: dict[str, Any]) -> None:
         self.fn, self.argnums, self.has_aux, self.options = fn, argnums, has_aux, options
         self.name = getattr(fn, "__name__", type(fn).__name__)
-        self.near = Near()
-        self.near.look_at(fn)
         self.records: dict[object, tuple[GraphModule, pytree.TreeSpec]] = {}
 
-    def __call__(self, seen: list[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """As ``fn``, which refers to the values ``seen`` besides its arguments, by what torch.compile knows."""
+    def __call__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         around = {interpreter.key().name for interpreter in retrieve_all_functorch_interpreters()}
         if not around and not is_traced():
             return self.differentiate(args, kwargs)
         try:
             if around - {"Vmap"}:
                 raise RuntimeError(ONLY_VMAP)
-            return self.replay(seen, args, kwargs)
+            return self.replay(args, kwargs)
         except Exception as error:
             if is_traced():  # torch.compile keeps the reason to itself
                 warnings.warn(f"torch.compile leaves {self.name} to eager mode: {error}", CompileWarning, stacklevel=2)
@@ -177,7 +161,7 @@ class Transform:
         first, *path = next(path for path, other in paths if other is leaf)
         return f"argument {self.places(len(args))[first.idx]}{pytree.keystr(tuple(path))} is {what}"  # type: ignore[attr-defined]
 
-    def replay(self, seen: list[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def replay(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The same by a record of it, which vmap can map and torch.compile can trace."""
         flat, spec = pytree.tree_flatten((args, kwargs))
         flat = [fixed(leaf) for leaf in flat]
@@ -185,15 +169,15 @@ class Transform:
         key = (
             spec,
             tuple([layout_of(t) for t in tensors]),
-            tuple([known_now(leaf, 0) for leaf in flat if not isinstance(leaf, Tensor)]),
-            known_now(self.fn),
-            tuple([fixed(leaf) for leaf in pytree.tree_leaves(seen)]),
+            tuple(
+                [Constant(leaf) if isinstance(leaf, PLAIN) else Identity(leaf) for leaf in flat if not isinstance(leaf, Tensor)]
+            ),
             torch.get_default_dtype(),
             *[torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) for device in ("cpu", "cuda")],
         )
         if key not in self.records:
-            if len(self.records) >= MOST_RECORDS:
-                self.records.clear()
+            if len(self.records) >= MAX_RECORDS:
+                self.records.pop(next(iter(self.records)))
             self.records[key] = self.record(flat, spec, tensors)
         graph, structure = self.records[key]
         with torch.no_grad(), without_autocast({t.device.type for t in tensors}):  # the record has its casts

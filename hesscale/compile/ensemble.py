@@ -1,4 +1,4 @@
-"""Many models trained at once: one step, mapped over the members of an ensemble."""
+"""Many models trained at once: one step for all members of an ensemble."""
 
 from __future__ import annotations
 
@@ -7,18 +7,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule
-from torch.nn.utils.parametrize import type_before_parametrizations
 
-from ..engine.heads import Unsettled
-from ..optim import CurvatureOptimizer
-from .holdings import Shared, overlapping, pointers
-from .hyperparameters import Option, number_dtype
-from .make_fx import trace
-from .signature import CONSTANTS, Shape, kind_of
-from .step import CompiledStep
-from .subject import CIRCUMSTANCES, Layout, Run, Subject
-from .workarounds.vmap import functional
+from .member import Member
+from .members import Members, SeparateMembers, StackedMembers
+from .program import Code, Mode, Program
+from .restore import restored
+from .signature import BatchSignature, tensor_signature
+from .staged import MAX_EAGER_STEPS, StagedStep
+from .step import check_backend, curvature_phases
+
+MAX_STEPS = 16  # kinds of steps that are kept
 
 
 def ensemble(
@@ -38,6 +36,10 @@ def ensemble(
     numbers such as dropout's. Members have the same architecture and kind of optimizer; numbers among their options (step size,
     trust radius, betas …) may differ, and change later. The models stay usable: their parameters and buffers, and the
     optimizers' state, become views of tensors that hold those of all members, where these are mapped.
+
+    Modules, their attributes and hooks are fixed when the ensemble is made: where a change is noticed, the step raises.
+    ``training``, ``requires_grad`` and the optimizers' numbers may change. What ``loss_fn`` reads besides its arguments is
+    constant, as for ``jax.jit``.
 
     A member whose gradients or curvature are not finite stands still for that step, whatever its ``on_nonfinite`` says; its
     ``nonfinite_steps`` counts. The others go on.
@@ -67,313 +69,167 @@ def ensemble(
         raise ValueError(f"an ensemble has one optimizer per model, at least one; there are {len(models)} and {len(optimizers)}")
     if how not in HOW:
         raise ValueError(f"how={how!r} is not one of {', '.join(map(repr, HOW))}")
-    members = [Subject(model, loss_fn, optimizer, options) for model, optimizer in zip(models, optimizers, strict=True)]
+    check_backend(backend)
+    members = [Member(model, loss_fn, optimizer, options) for model, optimizer in zip(models, optimizers, strict=True)]
     return Ensemble(HOW[how](members, batch_dims), backend, cuda_graph)
 
 
-class Ensemble(CompiledStep):
-    """A training step of many models; see :func:`ensemble`."""
+HOW: dict[str, type[Members]] = {"vmap": StackedMembers, "abreast": SeparateMembers}
 
 
-class Members:
-    """The members of an ensemble, as one subject whose tensors have a first dimension for the members."""
+class Ensemble:
+    """A training step of many models; see :func:`ensemble`. It has the attributes and methods of a compiled step."""
 
-    def __init__(self, members: list[Subject], batch_dims: int | Sequence[int | None] | None) -> None:
-        self.members, self.batch_dims = members, batch_dims
-        self.first = members[0]
-        self.looks: list[int] = []  # how often each member has been looked at, when they were last compared
-        self.keys: list[object] = []
-        self.stacks: list[Tensor] = []
-        self.stacked: Layout | None = None
-        self.seen: list[object] = []  # at a glance, when the stacks were made
-        self.held: dict[Option, tuple[list[Any], Tensor]] = {}
-        self.compare()
-        for member in members:
-            if isinstance(member.optimizer, CurvatureOptimizer):
-                member.optimizer.watch.on_nonfinite = "skip"
+    def __init__(self, members: Members, backend: str, cuda_graph: bool) -> None:
+        self.members, self.backend, self.cuda_graph = members, backend, cuda_graph
+        self.steps: dict[object, StagedStep] = {}
+        self.key: object = None
+        self.step: StagedStep | None = None
+        self.repeat: tuple[BatchSignature, EnsembleProgram, list[Tensor]] | None = None
 
-    def compare(self) -> None:
-        """All members must consist of the same, and share none of it."""
-        for k, member in enumerate(self.members):
-            check_alike(self.first, member, k)
-        if len({id(p) for member in self.members for p in member.trained}) < len(self.members) * len(self.first.trained):
-            raise ValueError("two members share parameters; give each a model of its own")
-        self.looks, self.seen = [member.looks for member in self.members], []
+    @property
+    def mode(self) -> str:
+        return (Mode.EAGER if self.step is None else self.step.mode).value
 
-    def circumstances(self) -> tuple[object, ...]:
-        """Those of one member, once all options that differ between members are arguments of the graph."""
-        found = [member.own_circumstances() for member in self.members]
-        if [looks for looks, *_ in found] != self.looks:
-            self.compare()
-        self.check_phases()
-        keys = [member.numbers.key for member in self.members]
-        if keys != self.keys:
-            self.unite()
-            self.keys = [member.numbers.key for member in self.members]
-            found = [member.own_circumstances() for member in self.members]
-        decisive = [circumstances[1:] for circumstances in found]
-        if decisive.count(decisive[0]) < len(decisive):
-            k = next(k for k, circumstances in enumerate(decisive) if circumstances != decisive[0])
-            raise ValueError(f"member {k} differs from member 0 in {difference(self.first, self.members[k])}")
-        for member in self.members:  # what is the same object is compared fast
-            member.constants, member.numbers.key = self.first.constants, self.first.numbers.key
-        return tuple(self.looks), *self.first.circumstances()
+    @property
+    def reason(self) -> str:
+        return "" if self.step is None else self.step.reason
 
-    def check_phases(self) -> None:
-        """Curvature must be due for all members at the same steps."""
-        every = getattr(self.first.optimizer, "curvature_every", 1)
-        if every > 1:
-            counts = [member.optimizer.param_groups[0]["step_count"] for member in self.members]
-            if k := next((k for k, count in enumerate(counts) if (count - counts[0]) % every), 0):
-                raise ValueError(
-                    f"member {k} has made {counts[k]} steps and member 0 {counts[0]}, so that curvature is not due for both at "
-                    f"the same steps (curvature_every={every}); load members together, or set step_count of their groups"
-                )
+    @property
+    def compilations(self) -> int:
+        return sum([step.builds for step in self.steps.values()])
 
-    def unite(self) -> None:
-        """Make arguments of all numbers that are arguments for some members or differ between them."""
-        numbers = [member.numbers for member in self.members]
-        options = self.first.numbers.options
-        differing = {option for known in numbers for option in options if known.options.get(option) != options[option]}
-        differing.update(*[known.changing for known in numbers])
-        for known in numbers:
-            known.take(known.options, differing)
-        for k, known in enumerate(numbers):
-            if known.key != self.first.numbers.key:
-                names = sorted({name for _, name, _ in differing if name != "lr"})
-                raise ValueError(
-                    f"member {k} has options that are no numbers and differ from member 0's, among {', '.join(names)}"
-                )
+    @property
+    def modes(self) -> list[str]:
+        """How every kind of step has run, such as those with and without new curvature."""
+        return sorted({step.mode.value for step in self.steps.values()})
 
-    def is_steady(self) -> bool:
-        return self.first.is_steady()
+    def __call__(self, *batch: Any) -> Tensor:
+        self.repeat = None
+        tensors, signature = BatchSignature.of(batch)
+        if signature.obstacle and not tensors:
+            raise TypeError(signature.obstacle)
+        key = signature, self.members.signature(), surroundings()
+        if self.step is None or key != self.key:
+            self.key, self.step = key, self.step_for(key, signature)
+        losses: Tensor = self.step(tensors)[0]
+        return losses
 
-    def obstacle(self) -> str:
-        return next((reason for member in self.members if (reason := member.obstacle())), "")
-
-    def dims(self, tensors: Sequence[object]) -> list[int | None]:
-        """The dimension of each tensor of a batch that numbers the members."""
-        if not isinstance(self.batch_dims, Sequence):
-            return [self.batch_dims] * len(tensors)
-        if len(self.batch_dims) != len(tensors):
-            raise ValueError(f"batch_dims has {len(self.batch_dims)} entries for a batch of {len(tensors)} tensors")
-        return list(self.batch_dims)
-
-    def part(self, tensors: Sequence[Tensor], k: int) -> list[Tensor]:
-        """Member k's share of the tensors of a batch."""
-        return [t if dim is None else t.select(dim, k) for t, dim in zip(tensors, self.dims(tensors), strict=True)]
-
-    def step(self, batch: Sequence[Any]) -> tuple[Tensor, list[Tensor | None]]:
-        """One step of each member in turn."""
-        tensors, shape = Shape.of(batch)
-        if shape.obstacle and not tensors:
-            raise TypeError(shape.obstacle)
-        self.check_apart()
-        for tensor, dim in zip(tensors, self.dims(tensors), strict=True):
-            if dim is not None and not (-tensor.dim() <= dim < tensor.dim() and tensor.shape[dim] == len(self.members)):
-                raise ValueError(
-                    f"dimension {dim} of a tensor of shape {tuple(tensor.shape)} should number {len(self.members)} members; "
-                    "pass batch_dims=None for a batch that all share"
-                )
-        losses = [member.step(shape.batch(self.part(tensors, k)))[0] for k, member in enumerate(self.members)]
-        self.align()
-        self.seen = []  # eager steps may leave tensors elsewhere
-        return torch.stack(losses), []
-
-    def check_apart(self) -> None:
-        """No tensor of a member may lie where one of another does: both would change it."""
-        if (k := overlapping([tensors_of(member) for member in self.members])) is not None:
-            raise ValueError(
-                f"member {k} shares memory of parameters, buffers or its optimizer's state with a member before it; give each "
-                "tensors of its own, as copy.deepcopy does"
+    def step_for(self, key: object, signature: BatchSignature) -> StagedStep:
+        """The step for such a batch and such options; a new one takes the place of the oldest where there are too many."""
+        if key not in self.steps:
+            if len(self.steps) >= MAX_STEPS:
+                self.steps.pop(next(iter(self.steps)))
+            found = [reason for member in self.members.members if (reason := member.obstacle())]
+            self.steps[key] = StagedStep(
+                EnsembleSource(self.members, signature),
+                compiles=self.backend == "inductor",
+                captures=self.cuda_graph and self.members.first.parameters[0].is_cuda,
+                obstacle="" if self.backend == "eager" else signature.obstacle or (found[0] if found else ""),
             )
+            if self.backend == "eager":
+                self.steps[key].next_build = None
+        return self.steps[key]
 
-    def align(self) -> None:
-        """Members that stood still count the step too, so that curvature is due for all at the same time."""
-        for i, group in enumerate(self.first.optimizer.param_groups):
-            if "step_count" in group:
-                count = max(member.optimizer.param_groups[i]["step_count"] for member in self.members)
-                for member in self.members:
-                    member.optimizer.param_groups[i]["step_count"] = count
+    def again(self, *batch: Any) -> Tensor:
+        """A step as the last one, with another batch: that nothing else has changed since is not checked.
 
-    def layout(self) -> Layout:
-        layouts = [member.layout() for member in self.members]
-        if any(as_sets(layout) != as_sets(layouts[0]) for layout in layouts):
-            raise Unsettled("the optimizers of the members hold different kinds of state")
-        return layouts[0]
+        See :meth:`hesscale.compile.step.CompiledStep.again`.
+        """
+        tensors, signature = BatchSignature.of(batch)
+        if self.repeat is not None and self.repeat[0] == signature:
+            _, repeated, arguments = self.repeat
+            losses: Tensor = repeated([*arguments, *tensors])[0]
+            return losses
+        losses = self(*batch)
+        program = None if self.step is None or not self.step.is_settled else self.step.program
+        if isinstance(program, EnsembleProgram) and self.members.first.optimizer.repeats_itself:
+            self.repeat = signature, program, program.arguments[: len(program.arguments) - len(tensors)]
+        return losses
 
-    def settle(self) -> bool:
-        for member in self.members:  # of which only the first is traced
-            member.replaced = self.first.replaced
-        moved = [member for member in self.members if member.settle()]
-        if moved:
-            self.seen = []
-        return bool(moved)
-
-    def glance(self) -> list[object]:
-        """Where the members' tensors are; their stacks are kept, so that no others come there."""
-        return [seen for member in self.members for seen in member_glance(member)]
-
-    def own_tensors(self, layout: Layout) -> list[Tensor]:
-        """Stacks of the members' tensors, of which these are views."""
-        if layout != self.stacked or self.glance() != self.seen:
-            rows = [member.own_tensors(layout) for member in self.members]
-            if any(overlapping([tensor] for tensor in row) is not None for row in rows):
-                raise Shared("buffers of a member share memory, which vmap would take apart: use how='abreast'")
-            self.stacks = [torch.stack([tensor.detach() for tensor in column]) for column in zip(*rows, strict=True)]
-            for k, member in enumerate(self.members):
-                member.adopt(layout, [stack[k] for stack in self.stacks])
-            self.stacked, self.seen = layout, self.glance()
-        return self.stacks
-
-    def number_tensors(self) -> list[Tensor]:
-        """For each option that is an argument, its numbers for all members, in a tensor that stays where it is."""
-        return [self.number_tensor(option) for option in self.first.numbers.changing]
-
-    def number_tensor(self, option: Option) -> Tensor:
-        values = [member.numbers.options[option] for member in self.members]
-        like = self.first.parameters()[0]
-        known, tensor = self.held.get(option, (None, None))
-        if tensor is None or known != values or isinstance(values[0], Tensor):
-            found = torch.tensor([float(value) for value in values], dtype=number_dtype(like), device=like.device)
-            is_new = tensor is None or (tensor.dtype, tensor.device) != (found.dtype, found.device)
-            tensor = found if is_new or tensor is None else tensor.copy_(found)
-            self.held[option] = values, tensor
-        return tensor
-
-    def trace(self, layout: Layout, shape: Shape, tensors: Sequence[Tensor]) -> GraphModule:
-        """The first member's step, mapped over all."""
-        own = len(tensors) - len(shape.tensors)
-        example = [*[tensor[0] for tensor in tensors[:own]], *self.part(tensors[own:], 0)]
-        graph = functional(trace(lambda *given: self.first.step_on(layout, shape, given), example), example)
-        dims = (*[0] * own, *self.dims(shape.tensors))
-        return trace(torch.func.vmap(graph, in_dims=dims, randomness="different"), tensors)
-
-    def example(self, layout: Layout, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        return self.first.warmed_up(layout, tensors, [member.optimizer for member in self.members])
-
-    def arranged(self, run: Run) -> Run:
-        return run
-
-    def note_step(self, etas: Sequence[Tensor]) -> None:
-        """Take note of a step that a graph has made; members that stood still in it count it too."""
-        parts = [eta.unbind() for eta in etas]
-        for k, member in enumerate(self.members):
-            member.note_step([part[k] for part in parts])
-        self.align()
+    def warm_up(self, *batch: Any) -> None:
+        """Compile the step for such batches without training; see :meth:`hesscale.compile.step.CompiledStep.warm_up`."""
+        models = [member.model for member in self.members.members]
+        optimizers = [member.optimizer.optimizer for member in self.members.members]
+        with restored(models, optimizers):
+            for phase in curvature_phases(optimizers[0]):
+                for _ in range(MAX_EAGER_STEPS + 4):
+                    for group in [group for optimizer in optimizers for group in optimizer.param_groups]:
+                        group["step_count"] = phase
+                    self(*batch)
+                    if self.step is None or self.step.is_settled:
+                        break
+        self.repeat = None
 
 
-class Abreast(Members):
-    """Members that run the same code, each on its own tensors."""
-
-    def own_tensors(self, layout: Layout) -> list[Tensor]:
-        """Of all members, with the types and strides of the first one's, which the code is for."""
-        self.check_apart()
-        first = self.first.own_tensors(layout)
-        found = [*first]
-        for member in self.members[1:]:
-            own = member.own_tensors(layout)
-            if any(kind_of(a.detach()) != kind_of(b.detach()) for a, b in zip(own, first, strict=True)):
-                member.adopt(layout, [alike(a.detach(), b) for a, b in zip(own, first, strict=True)])
-                own = member.own_tensors(layout)
-            found += own
-        return found
-
-    def number_tensors(self) -> list[Tensor]:
-        return [tensor for member in self.members for tensor in member.number_tensors()]
-
-    def trace(self, layout: Layout, shape: Shape, tensors: Sequence[Tensor]) -> GraphModule:
-        """The first member's step."""
-        self.own = len(self.first.own_tensors(layout))
-        return self.first.trace(layout, shape, self.share(tensors, 0, self.own))
-
-    def example(self, layout: Layout, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        return self.first.example(layout, self.share(tensors, 0, self.own))
-
-    def share(self, tensors: Sequence[Tensor], k: int, own: int) -> list[Tensor]:
-        """What a step of member k takes, each of whom has so many tensors of its own."""
-        count, numbers = len(self.members), len(self.first.numbers.changing)
-        ends = count * own, count * (own + numbers)
-        held, found, batch = tensors[: ends[0]], tensors[ends[0] : ends[1]], tensors[ends[1] :]
-        return [*held[k * own : (k + 1) * own], *found[k * numbers : (k + 1) * numbers], *self.part(batch, k)]
-
-    def arranged(self, run: Run) -> Run:
-        """A step of each member, of code for what was traced last."""
-        streams = [torch.cuda.Stream() for _ in self.members[1:]] if self.first.parameters()[0].is_cuda else []
-        own = self.own
-
-        def steps(*given: Tensor) -> list[Tensor]:
-            shares = [self.share(given, k, own) for k in range(len(self.members))]
-            found = side_by_side(run, shares, streams) if streams else [run(*share) for share in shares]
-            return [torch.stack(column) for column in zip(*found, strict=True)]
-
-        return steps
+def surroundings() -> tuple[object, ...]:
+    """Settings of torch that decide what a step does."""
+    return (
+        torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
+        torch.get_default_dtype(),
+    )
 
 
-def side_by_side(run: Run, shares: Sequence[Sequence[Tensor]], streams: Sequence[torch.cuda.Stream]) -> list[Sequence[Tensor]]:
-    """Run the first here and each of the others on a stream of its own, which begins where this one is, and is waited for."""
-    here = torch.cuda.current_stream()
-    found = []
-    for share, stream in zip(shares, [here, *streams], strict=True):
-        if stream is not here:
-            stream.wait_stream(here)
-        with torch.cuda.stream(stream):
-            found.append(run(*share))
-    for stream in streams:
-        here.wait_stream(stream)
-    return found
+class EnsembleSource:
+    """Makes steps of an ensemble for batches of one signature."""
+
+    def __init__(self, members: Members, signature: BatchSignature) -> None:
+        self.members, self.signature = members, signature
+
+    def eager(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        return (self.members.eager(inputs, self.signature),)
+
+    def obstacle(self, inputs: Sequence[Any]) -> str:
+        return ""
+
+    def program(self, inputs: Sequence[Any]) -> Program:
+        self.members.prepare()
+        return EnsembleProgram(self.members, self.signature, inputs)
 
 
-def alike(tensor: Tensor, other: Tensor) -> Tensor:
-    """The same numbers with the type and the strides of another tensor."""
-    return torch.empty_strided(other.shape, other.stride(), dtype=other.dtype, device=other.device).copy_(tensor)
+class EnsembleProgram(Program):
+    """The step of an ensemble. Its arguments are the members' tensors, the optimizers' numbers, and the batch."""
 
+    def __init__(self, members: Members, signature: BatchSignature, batch: Sequence[Tensor]) -> None:
+        self.members, self.layout = members, members.layout()
+        self.batch_size = len(batch)
+        arguments = [*members.tensors(self.layout), *members.numbers(), *batch]
+        super().__init__(members.trace(self.layout, signature, arguments), arguments)
+        members.prepare()  # the trace may have found buffers that the model replaces
+        self.own = members.tensors(self.layout)
+        self.signatures = [tensor_signature(tensor.detach()) for tensor in self.own]
+        self.location = members.location()
+        self.arguments = [*self.own, *members.numbers(), *batch]
 
-HOW: dict[str, type[Members]] = {"vmap": Members, "abreast": Abreast}
+    def arrange(self, code: Code) -> Code:
+        return self.members.arrange(code, self.layout)
 
+    def fits(self, inputs: Sequence[Any]) -> bool:
+        members = self.members
+        if members.location() != self.location:
+            members.prepare()
+            try:
+                self.own = members.tensors(self.layout)
+            except KeyError:  # the optimizers' state is another one now
+                return False
+            self.location = members.location()
+            if [tensor_signature(tensor.detach()) for tensor in self.own] != self.signatures:
+                return False
+        self.arguments = [*self.own, *members.numbers(), *inputs]
+        return True
 
-def tensors_of(member: Subject) -> list[Tensor]:
-    """All that a step of a member may change."""
-    state = [value for entries in member.optimizer.state.values() for value in entries.values() if isinstance(value, Tensor)]
-    return [*member.parameters(), *[place.get() for place in member.buffer_places], *state]
+    def finish(self, results: Sequence[Any]) -> tuple[Any, ...]:
+        losses, *etas = results
+        self.members.record_step(etas)
+        return (losses,)
 
+    def example(self) -> Sequence[Tensor]:
+        return self.members.example(self.layout, self.arguments)
 
-def member_glance(member: Subject) -> list[object]:
-    return [*member.outlines(), *pointers((*member.trained, *member.others()))]
+    def shares_memory(self) -> bool:
+        return any(member.shares_memory(self.layout) for member in self.members.members)
 
-
-def as_sets(layout: Layout) -> object:
-    return {(i, frozenset(names)) for i, names in layout.state}, set(layout.counters)
-
-
-def check_alike(first: Subject, member: Subject, k: int) -> None:
-    """All members must do the same with tensors of the same shapes."""
-    kinds = [[type_before_parametrizations(module) for module in subject.modules] for subject in (first, member)]
-    tensors = [[place.get() for place in (*s.parameter_places, *s.buffer_places)] for s in (first, member)]
-    shapes = [[(t.shape, t.dtype, t.device) for t in own] for own in tensors]
-    if kinds[0] != kinds[1] or shapes[0] != shapes[1]:
-        raise ValueError(f"model {k} has another architecture than model 0, or its tensors other types")
-    if type(first.optimizer) is not type(member.optimizer) or group_places(first) != group_places(member):
-        raise ValueError(f"optimizer {k} is of another kind than optimizer 0, or has other groups of parameters")
-    ours, theirs = constants_of(first.optimizer), constants_of(member.optimizer)
-    if differing := sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)):
-        raise ValueError(f"member {k} has options that differ from member 0's but cannot: {', '.join(differing)}")
-
-
-def group_places(subject: Subject) -> list[list[int]]:
-    """Which parameters of the model each group has, by number."""
-    place = {id(p): i for i, p in enumerate(subject.parameters())}
-    return [sorted(place[id(p)] for p in group["params"]) for group in subject.optimizer.param_groups]
-
-
-def constants_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The options of an optimizer as a whole."""
-    return {name: value for name, value in vars(optimizer).items() if name[0] != "_" and isinstance(value, CONSTANTS)}
-
-
-def difference(first: Subject, member: Subject) -> str:
-    """In which of the circumstances a member differs."""
-    ours, theirs = first.own_circumstances(), member.own_circumstances()
-    if first.constants != member.constants:
-        return next(name for name, a, b in zip(first.names, first.constants, member.constants, strict=True) if a != b)
-    return next(what for what, a, b in zip(CIRCUMSTANCES, ours, theirs, strict=False) if what and a != b)
+    def copied_arguments(self, moved: set[int]) -> set[int]:
+        count = len(self.arguments)
+        return set(range(count - self.batch_size, count))

@@ -1,4 +1,4 @@
-"""The numbers among an optimizer's options: constants of a graph until they change, and arguments of it from then on."""
+"""An optimizer's options in a graph. A number is a constant until it first changes, and an argument from then on."""
 
 from __future__ import annotations
 
@@ -12,77 +12,77 @@ from torch import Tensor
 
 from ..optim import CurvatureOptimizer
 
-Option = tuple[int, str, int | None]  # of an optimizer: the number of its group, its name, and its place in a tuple
+Option = tuple[int, str, int | None]  # the number of the parameter group, the option's name, and the place in a tuple
 
-# what groups hold beside options: their parameters, counters, and what schedulers note there
-OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr")
-NO_OPTIONS = frozenset(("params", "param_names", "step_count", *OF_SCHEDULERS))
+# what groups hold besides options: their parameters, a counter, and what schedulers keep there
+SCHEDULER_KEYS = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr")
+NO_OPTIONS = frozenset(("params", "param_names", "step_count", *SCHEDULER_KEYS))
 
 
-class Numbers:
-    """An optimizer's options, as constants and arguments of a graph."""
+class Hyperparameters:
+    """The options of an optimizer's groups, divided into constants and arguments of a graph."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
+        self.values: dict[Option, Any] = {}
+        self.arguments: list[Option] = []
+        self.constants: tuple[object, ...] = ()
         self.getters: list[Callable[[dict[str, Any]], Any]] = []
-        self.mutable = False  # some options are lists, whose entries may change unseen
+        self.has_lists = False  # a list may change in place, so it has to be read every time
         self.last: list[Any] = []
-        self.options: dict[Option, Any] = {}
-        self.changing: list[Option] = []
-        self.key: tuple[object, ...] = ()
-        self.held: dict[Option, tuple[Any, Tensor]] = {}  # what each argument was last set to, and its tensor
+        self.tensors: dict[Option, tuple[Any, Tensor]] = {}  # the value that each argument was last set to, and its tensor
 
-    def constants(self) -> tuple[object, ...]:
-        """The options that are no arguments, and which are."""
+    def read(self) -> tuple[object, ...]:
+        """What the optimizer's options are now: a key for the graph, in which arguments stand without their values."""
         groups = self.optimizer.param_groups
-        if self.mutable or len(groups) != len(self.getters) or self.now() != self.last:
-            self.getters = [itemgetter(*[name for name in group if name not in NO_OPTIONS]) for group in groups]
-            self.mutable = any(
-                isinstance(value, list) for group in groups for name, value in group.items() if name not in NO_OPTIONS
-            )
+        if self.has_lists or len(groups) != len(self.getters) or self.snapshot() != self.last:
+            options = [[name for name in group if name not in NO_OPTIONS] for group in groups]
+            self.getters = [itemgetter(*names) for names in options]
+            named = zip(groups, options, strict=True)
+            self.has_lists = any(isinstance(group[name], list) for group, names in named for name in names)
             if isinstance(self.optimizer, CurvatureOptimizer):
                 self.optimizer.check_radii()
-            self.take(dict(read_options(groups)))
-            self.last = self.now()
-        return self.key
+            self.divide(dict(read_options(groups)))
+            self.last = self.snapshot()
+        return self.constants
 
-    def now(self) -> list[Any]:
+    def snapshot(self) -> list[Any]:
         pairs = zip(self.getters, self.optimizer.param_groups, strict=True)
         return [(len(group["params"]), len(group), getter(group)) for getter, group in pairs]
 
-    def take(self, options: dict[Option, Any], also_changing: Collection[Option] = ()) -> None:
-        """See which options are arguments: step sizes, tensors, and what has changed before or now."""
-        sticky = {*self.changing, *also_changing}
-        sticky.update(option for option, value in options.items() if has_changed(self.options.get(option), value))
-        whole = {option[:2] for option in sticky}  # torch's Adam wants all or none of a tuple as tensors
-        self.options = options
-        self.changing = [o for o, value in options.items() if is_number(value) and (o[1] == "lr" or o[:2] in whole)]
+    def divide(self, values: dict[Option, Any], more_arguments: Collection[Option] = ()) -> None:
+        """Make arguments of step sizes, tensors, and every number that has changed, now or earlier."""
+        changed = {*self.arguments, *more_arguments}
+        changed.update(option for option, value in values.items() if has_changed(self.values.get(option), value))
+        whole = {option[:2] for option in changed}  # torch's Adam takes either all or none of a tuple as tensors
+        self.values = values
+        self.arguments = [o for o, value in values.items() if is_number(value) and (o[1] == "lr" or o[:2] in whole)]
         groups = self.optimizer.param_groups
-        self.key = (
-            tuple(self.changing),
-            tuple([item for item in options.items() if item[0] not in self.changing]),
+        self.constants = (
+            tuple(self.arguments),
+            tuple([item for item in values.items() if item[0] not in self.arguments]),
             tuple([len(group["params"]) for group in groups]),
         )
 
-    def tensors(self, like: Tensor) -> list[Tensor]:
-        """The numbers that are arguments, as 0-d tensors that stay where they are."""
-        return [self.tensor(option, like) for option in self.changing]
+    def argument_tensors(self, like: Tensor) -> list[Tensor]:
+        """The arguments as 0-d tensors, which stay at the same place in memory."""
+        return [self.argument_tensor(option, like) for option in self.arguments]
 
-    def tensor(self, option: Option, like: Tensor) -> Tensor:
-        value = self.options[option]
-        known, tensor = self.held.get(option, (None, None))
+    def argument_tensor(self, option: Option, like: Tensor) -> Tensor:
+        value = self.values[option]
+        known, tensor = self.tensors.get(option, (None, None))
         if tensor is None or tensor.device != like.device or tensor.dtype != number_dtype(like):
             tensor = torch.full((), float(value), dtype=number_dtype(like), device=like.device)
         elif isinstance(value, Tensor):
             tensor.copy_(value, non_blocking=True)
         elif known != value:
             tensor.fill_(float(value))
-        self.held[option] = value, tensor
+        self.tensors[option] = value, tensor
         return tensor
 
-    def put(self, tensors: Sequence[Tensor], groups: list[dict[str, Any]]) -> None:
-        """Replace numbers in an optimizer's groups by tensors."""
-        for (i, name, k), tensor in zip(self.changing, tensors, strict=True):
+    def substitute(self, tensors: Sequence[Tensor], groups: list[dict[str, Any]]) -> None:
+        """Put tensors in place of the numbers that are arguments."""
+        for (i, name, k), tensor in zip(self.arguments, tensors, strict=True):
             value = groups[i][name]
             groups[i][name] = tensor if k is None else tuple([tensor if j == k else v for j, v in enumerate(value)])
 
@@ -103,7 +103,7 @@ def has_changed(previous: Any, value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    return isinstance(value, (Real, Tensor)) and not isinstance(value, bool)  # numpy's too
+    return isinstance(value, (Real, Tensor)) and not isinstance(value, bool)  # numpy's numbers too
 
 
 def number_dtype(like: Tensor) -> torch.dtype:

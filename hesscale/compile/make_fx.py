@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -12,14 +11,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributions import Distribution
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ..engine.heads import Unsettled
-from .verify import difference, is_coarse
-from .workarounds.draw_order import set_apart
 from .workarounds.strides import without_strides
 
 
@@ -27,8 +24,13 @@ class CannotTrace(RuntimeError):
     """A function does something that no flat graph of tensor operations can hold."""
 
 
-def trace(function: Callable[..., Any], tensors: Sequence[Tensor]) -> GraphModule:
+def trace(function: Callable[..., Any], tensors: Sequence[Tensor], *, constants: bool = False) -> GraphModule:
     """Record what ``function(*tensors)`` does, in-place changes to its arguments included, without running it on real data.
+
+    Args:
+        function: looks at no values, and uses no tensors besides its arguments.
+        tensors: examples of its arguments.
+        constants: the graph may hold tensors made of Python's data, because that is known not to change.
 
     Raises:
         CannotTrace: where the function looks at values, or uses tensors that are not among its arguments.
@@ -49,16 +51,16 @@ def trace(function: Callable[..., Any], tensors: Sequence[Tensor]) -> GraphModul
     for node in graph.graph.nodes:
         if node.target is torch.ops.aten._local_scalar_dense.default:
             raise CannotTrace(LOOKS)
-        if node.op == "get_attr" and not is_number(getattr(graph, node.target)):
+        if node.op == "get_attr" and not can_be_constant(getattr(graph, node.target), constants):
             raise CannotTrace(MAKES)
         if seeds and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             raise CannotTrace(SEEDS)
     return without_strides(graph)
 
 
-def is_number(constant: Any) -> bool:
-    """Whether a constant of a graph is what ``torch.tensor(0.5)`` makes: as constant as the number 0.5 itself."""
-    return isinstance(constant, Tensor) and not isinstance(constant, FakeTensor) and constant.dim() == 0
+def can_be_constant(value: Any, constants: bool) -> bool:
+    """Numbers such as ``torch.tensor(0.5)`` always can."""
+    return isinstance(value, Tensor) and not isinstance(value, FakeTensor) and (constants or value.dim() == 0)
 
 
 @contextlib.contextmanager
@@ -186,104 +188,5 @@ REASONS = {
 }
 
 
-def compile_graph(graph: GraphModule, tensors: Sequence[Tensor]) -> Callable[..., Any]:
-    """TorchInductor's code for a flat graph and tensors like these; random numbers are those of eager mode."""
-    from torch import _inductor
-    from torch._inductor import config
-
-    unchecked = [name for name in ("size_asserts", "alignment_asserts") if hasattr(config, name)]  # the caller sees to that
-    options: dict[str, Any] = {"fallback_random": True, **dict.fromkeys(unchecked, False)}
-    faster = "combo_kernels" if tensors[0].is_cuda else "cpp_wrapper"  # small kernels in one; calls to kernels without Python
-    with contextlib.suppress(Exception):  # which not every graph allows
-        return checked(_inductor.compile, graph, tensors, {**options, faster: True})
-    return checked(_inductor.compile, graph, tensors, options)
-
-
-def for_cpu(graph: GraphModule) -> GraphModule:
-    """A copy with :func:`tanh` and :func:`expm1` in place of torch's, in float32 on a CPU."""
-    found, aten = copy.deepcopy(graph), torch.ops.aten
-    own = {aten.tanh.default: tanh, aten.expm1.default: expm1}
-    for node in list(found.graph.nodes):
-        like = node.meta.get("val")
-        if node.target in own and like.device.type == "cpu" and like.dtype is torch.float32:
-            put_in_place(node, own[node.target])
-    found.recompile()
-    return found
-
-
-def put_in_place(node: Node, function: Callable[[Tensor], Tensor]) -> None:
-    """What a function makes of the node's first argument, in the node's place."""
-    like = node.meta["val"]
-    piece = make_fx(function, tracing_mode="fake")(torch.empty(like.shape, dtype=like.dtype, device=like.device)).graph
-    argument: Any = node.args[0]
-    with node.graph.inserting_before(node):
-        found: Any = node.graph.graph_copy(piece, {next(iter(piece.nodes)): argument})
-    node.replace_all_uses_with(found)
-    node.graph.erase_node(node)
-
-
-def tanh(x: Tensor) -> Tensor:
-    """(e²ˣ − 1)/(e²ˣ + 1): to four units in the last place of float32, in half the time that TorchInductor's takes."""
-    is_small, (p, q) = x.abs() < 0.5, lambert(x * x)
-    e = (2 * x.clamp_max(20)).exp()  # beyond, tanh is 1
-    return torch.where(is_small, x * p, e - 1) / torch.where(is_small, q, e + 1)
-
-
-def expm1(x: Tensor) -> Tensor:
-    """eˣ − 1 = 2t/(1 − t), t = tanh(x/2), next to 0: TorchInductor subtracts 1 there too, which loses the digits."""
-    p, q = lambert(x * x / 4)
-    return torch.where(x.abs() < 0.5, x * p / (q - x * p / 2), x.exp() - 1)
-
-
-def lambert(z: Tensor) -> tuple[Tensor, Tensor]:
-    """p and q of tanh(x) = xp/q, z = x² < ¼, by the continued fraction x/(1 + z/(3 + z/(5 + z/(7 + z/9))))."""
-    return 1 + z * (1 / 9 + z / 945), 1 + z * (4 / 9 + z / 63)
-
-
-MOST_CHECKED = 2**30  # bytes
-
-
-def checked(compiler: Any, graph: GraphModule, tensors: Sequence[Tensor], options: dict[str, Any]) -> Callable[..., Any]:
-    """Code that has been seen to do what the graph does, but for rounding."""
-    with torch.no_grad():
-        apart, draws = set_apart(graph)
-        code: Callable[..., Any] = compiler(for_cpu(apart), [*tensors, *[draw.result.empty() for draw in draws]], options=options)
-        compiled = (lambda *given: code(*given, *[draw() for draw in draws])) if draws else code
-        if sum([tensor.nbytes for tensor in tensors]) <= MOST_CHECKED:
-            with whole_precision():
-                expected, found = (outcome(run, tensors) for run in (graph, compiled))
-                where = difference(expected, found, tensors, functools.partial(outcome, graph), is_coarse(graph))
-            if where:
-                raise RuntimeError(f"what it compiles gives other numbers than the graph itself, {where}")
-    return compiled
-
-
-@contextlib.contextmanager
-def whole_precision() -> Iterator[None]:
-    """Without TF32, whose rounding depends on the kernel that is chosen and hides what else differs."""
-    cuda: Any = torch.backends.cuda
-    cudnn: Any = torch.backends.cudnn
-    kinds = cuda.matmul, cudnn.conv, cudnn.rnn
-    before = [kind.fp32_precision for kind in kinds]
-    try:
-        for kind in kinds:
-            kind.fp32_precision = "ieee"
-        yield
-    finally:
-        for kind, precision in zip(kinds, before, strict=True):
-            kind.fp32_precision = precision
-
-
-def outcome(run: Callable[..., Any], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """What a graph returns, and what it makes of its arguments, on copies of these."""
-    copies = [twin(tensor) for tensor in tensors]
-    with torch.random.fork_rng({tensor.device for tensor in tensors if tensor.is_cuda}):
-        torch.manual_seed(0)
-        return [*run(*copies), *copies]
-
-
-def twin(tensor: Tensor) -> Tensor:
-    """A copy with the same strides; a tensor that overlaps itself, which nothing can write to, stands for itself."""
-    if torch._debug_has_internal_overlap(tensor) == 1:
-        return tensor
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+def first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum)
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum)
 
 
 class Constant:
@@ -27,30 +27,52 @@ class Constant:
         return hash(self.key)
 
 
-class Shape(NamedTuple):
-    """All of a batch but the values in its tensors."""
+class Identity:
+    """Equals the same object alone, and keeps it alive."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Identity) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+class BatchSignature(NamedTuple):
+    """All of a batch but the values in its tensors.
+
+    Attributes:
+        tensors: their signatures.
+        constants: the leaves that are no tensors; None where a tensor stands.
+        spec: the structure of the batch; None for a plain sequence of tensors.
+        obstacle: why no graph can take such a batch.
+    """
 
     tensors: tuple[object, ...]
-    constants: tuple[Constant | None, ...]  # leaves that are no tensors; None where a tensor stands
-    spec: pytree.TreeSpec | None  # None for a plain sequence of tensors
-    obstacle: str  # why no graph can take such a batch
+    constants: tuple[Constant | None, ...]
+    spec: pytree.TreeSpec | None
+    obstacle: str
 
     @staticmethod
-    def of(batch: Sequence[Any]) -> tuple[list[Tensor], Shape]:
+    def of(batch: Sequence[Any]) -> tuple[list[Tensor], BatchSignature]:
+        """The tensors of a batch, and its signature."""
         tensors = [value for value in batch if isinstance(value, Tensor)]
         spec: pytree.TreeSpec | None = None
         constants: tuple[Constant | None, ...] = ()
         if len(tensors) < len(batch):
             leaves, spec = pytree.tree_flatten(batch)
-            if strangers := [leaf for leaf in leaves if not isinstance(leaf, (Tensor, *CONSTANTS))]:
-                reason = f"the batch holds a {type(strangers[0]).__name__}, which is neither a tensor nor a constant"
-                return [], Shape((), (), None, reason)
+            if others := [leaf for leaf in leaves if not isinstance(leaf, (Tensor, *PLAIN))]:
+                reason = f"the batch holds a {type(others[0]).__name__}, which is neither a tensor nor a constant"
+                return [], BatchSignature((), (), None, reason)
             tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             constants = tuple([None if isinstance(leaf, Tensor) else Constant(leaf) for leaf in leaves])
-        kinds = tuple([kind_of(tensor) for tensor in tensors])
-        return tensors, Shape(kinds, constants, spec, "" if None not in kinds else UNUSUAL)
+        kinds = tuple([tensor_signature(tensor) for tensor in tensors])
+        return tensors, BatchSignature(kinds, constants, spec, "" if None not in kinds else UNUSUAL)
 
     def batch(self, tensors: Sequence[Tensor]) -> Sequence[Any]:
+        """A batch of this signature, with these tensors."""
         if self.spec is None:
             return tensors
         given = iter(tensors)
@@ -59,10 +81,10 @@ class Shape(NamedTuple):
         return batch
 
 
-UNUSUAL = "the batch holds a tensor that requires a gradient, or is sparse, nested, conjugated or of a class of its own"
+UNUSUAL = "it takes a tensor that requires a gradient, or is sparse, nested, conjugated or of a class of its own"
 
 
-def kind_of(tensor: Tensor) -> tuple[object, ...] | None:
+def tensor_signature(tensor: Tensor) -> tuple[object, ...] | None:
     """What a graph is made for; None for tensors that are not plain data."""
     if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
         return None

@@ -1,26 +1,26 @@
-"""A whole training step as one graph: forward, gradients, Hessian diagonals and the optimizer's update."""
+"""A whole training step as one graph: forward pass, gradients, Hessian diagonals and the optimizer's update."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
-import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..engine.heads import Unsettled
-from ..errors import CompileWarning
-from .holdings import clusters
-from .make_fx import CannotTrace, compile_graph
-from .signature import Shape, kind_of
-from .subject import Layout, Subject, Trained
+from .dynamo import Captured, NotCaptured, TooManyGraphs
+from .graph_step import GraphProgram, GraphStep, Training
+from .optimizer import FunctionalOptimizer
+from .program import Mode
+from .restore import restored
+from .signature import BatchSignature
+from .staged import MAX_EAGER_STEPS, StagedStep, warn
 
+MAX_MISSES = 32
 BACKENDS = ("inductor", "traced", "eager")
-MOST_GRAPHS = 16
-MOST_BUILDS = 4  # of one graph, whose tensors turn out to be others than it was made for
-LAST_ATTEMPT = 64  # to trace what is not settled yet
+MAX_WARM_UP = MAX_EAGER_STEPS + 4  # steps until one runs as all later ones will
 
 
 def compile_step(
@@ -35,17 +35,16 @@ def compile_step(
     """A function ``step(*batch) -> loss`` that trains ``model`` by one step of ``optimizer``, compiled as a whole.
 
     It changes the model's own parameters and buffers and the optimizer's own state in place; schedulers, ``state_dict`` and
-    evaluation go on as ever. The first call with batches of a new shape runs in eager mode, the second compiles, which takes
-    seconds, and later ones are fast. Gradients do not pass through ``.grad``, which is None afterwards.
+    evaluation go on as ever. Gradients do not pass through ``.grad``, which is None afterwards.
 
-    Whatever is not a tensor is a constant of the graph: the step is compiled anew when the shapes of the batch, an option of the
-    optimizer other than its step size, attributes of the model, or plain values that ``loss_fn`` names change. What it reads in a
-    more roundabout way is frozen. Where a step cannot be compiled, it is run as a graph that is not, or in eager mode, and a
-    :class:`hesscale.CompileWarning` says why.
+    TorchDynamo captures ``loss_fn`` and the model. It guards every value that their Python code reads, and a step is
+    compiled anew where one of them has changed. The first step with a new graph runs in eager mode, the second compiles,
+    which takes seconds, and later ones are fast. What cannot be captured or compiled runs as a graph that is not compiled,
+    or in eager mode, and a :class:`hesscale.CompileWarning` says why.
 
     Args:
-        model: holds every parameter of the optimizer.
-        loss_fn: ``loss_fn(model, *batch) -> loss``; its tensors come from the model and the batch alone.
+        model: the first argument of ``loss_fn``.
+        loss_fn: ``loss_fn(model, *batch) -> loss``.
         optimizer: one of ours or of torch's.
         backend: ``"inductor"`` to compile; ``"traced"`` for the flat graph, which needs no compiler; ``"eager"``.
         cuda_graph: capture the step in a CUDA graph where the model is on a GPU.
@@ -62,234 +61,168 @@ def compile_step(
         >>> losses[-1] < losses[0], step.mode
         (True, 'traced')
     """
-    return CompiledStep(Subject(model, loss_fn, optimizer, options), backend, cuda_graph)
+    model = getattr(model, "_orig_mod", model)  # a model under torch.compile would be compiled twice
+    check_backend(backend)
+    training = Training(model, FunctionalOptimizer(optimizer, options), backend, cuda_graph)
+    return CompiledStep(training, loss_fn)
+
+
+def check_backend(backend: str) -> None:
+    if backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r} is not one of {', '.join(map(repr, BACKENDS))}")
 
 
 class CompiledStep:
     """A training step that compiles itself; see :func:`compile_step`.
 
     Attributes:
+        model, loss_fn, optimizer: as given.
         mode: how the last call ran: ``"eager"``, ``"traced"``, ``"compiled"`` or ``"compiled + CUDA graph"``.
         reason: why it ran in no better way, where that is so.
+        compilations: how many programs have been traced, and compiled where that is possible.
     """
 
-    def __init__(self, subject: Trained, backend: str, cuda_graph: bool) -> None:
-        if backend not in BACKENDS:
-            raise ValueError(f"backend={backend!r} is not one of {', '.join(map(repr, BACKENDS))}")
-        self.subject, self.backend, self.cuda_graph = subject, backend, cuda_graph
-        self.graphs: dict[object, Graph] = {}
-        self.last: tuple[object, Graph | None] = None, None
-        self.is_crowded = False
-        self.mode, self.reason = "eager", ""
+    def __init__(self, training: Training, loss_fn: Callable[..., Tensor]) -> None:
+        self.training, self.loss_fn = training, loss_fn
+        self.model, self.optimizer = training.model, training.optimizer.optimizer
+        self.captured: Captured | None = None
+        self.refused: dict[BatchSignature, str] = {}  # why batches of such signatures are not captured
+        self.misses, self.max_misses = 0, MAX_MISSES  # steps in a row without a graph, and how many there may be
+        self.has_warned = False  # that there are too many graphs
+        self.repeat: Repeat | None = None
+
+    @property
+    def mode(self) -> str:
+        return self.training.mode.value
+
+    @property
+    def reason(self) -> str:
+        return self.training.reason
+
+    @property
+    def compilations(self) -> int:
+        return self.training.compilations
 
     def __call__(self, *batch: Any) -> Tensor:
-        tensors, shape = Shape.of(batch)
-        key = shape, self.subject.circumstances()
-        last_key, last_graph = self.last  # to compare what is mostly the same objects takes less than a hash
-        graph = last_graph if last_graph is not None and key == last_key else self.graph_for(key, shape)
-        loss = graph(batch, tensors)
-        self.mode, self.reason = graph.mode, graph.reason
+        training = self.training
+        training.last = self.repeat = None
+        if training.backend == "eager":
+            return self.eager(batch, "")
+        if self.refused and (reason := self.refused.get(BatchSignature.of(batch)[1])):
+            return self.eager(batch, reason)
+        if self.captured is None:
+            self.captured = Captured(self.loss_fn, lambda forward: GraphStep(forward, training))
+        try:
+            with torch.enable_grad():
+                loss = self.captured(training.model, *batch)
+            self.misses = 0
+            return loss
+        except NotCaptured as refusal:
+            found = refusal
+        loss = self.eager(batch, str(found))  # errors of the loss itself are raised here, and nothing is remembered
+        self.remember(found, batch)
         return loss
+
+    def remember(self, refusal: NotCaptured, batch: Sequence[Any]) -> None:
+        """Warn about what is not captured, once. After many steps without a graph, those that are there give way to others."""
+        is_crowded = isinstance(refusal, TooManyGraphs)
+        if not (is_crowded and self.has_warned):
+            self.has_warned = self.has_warned or is_crowded
+            warn(f"the step runs in eager mode; {refusal}")
+        if not is_crowded:
+            self.refused[BatchSignature.of(batch)[1]] = str(refusal)
+            return
+        self.misses += 1
+        if self.misses > self.max_misses:
+            self.captured, self.misses, self.max_misses = None, 0, 2 * self.max_misses
+
+    def eager(self, batch: Sequence[Any], reason: str) -> Tensor:
+        """A step in eager mode, by the model's own code."""
+        training = self.training
+        training.mode, training.reason = Mode.EAGER, reason
+        with torch.enable_grad(), without_compiled_parts():
+            loss = self.loss_fn(training.model, *batch)
+        own = {id(p) for p in training.optimizer.parameters()}
+        training.optimizer.train(loss, [p for p in training.model.parameters() if p.requires_grad and id(p) not in own])
+        return loss.detach()
 
     def again(self, *batch: Any) -> Tensor:
         """A step as the last one, with another batch: that nothing else has changed since is not checked.
 
         For loops whose steps take less time than the checks: call the step itself once after every change to its model, its
         optimizer or their options (a step size, ``load_state_dict`` …), and this in between. Curvature that is due at some steps
-        only (``curvature_every``), and batches of another shape, are seen.
+        only (``curvature_every``), and batches of another shape, are noticed.
         """
-        tensors, shape = Shape.of(batch)
-        _, graph = self.last
-        if graph is None or graph.shape != shape or not graph.can_repeat():
-            return self(*batch)
-        return graph.run_on(graph.own_now, tensors)
-
-    def graph_for(self, key: object, shape: Shape) -> Graph:
-        """The graph for such steps; one that is new is kept if there is room and the key can be one."""
-        can_keep = is_hashable(key)  # unless an attribute of the model or an option has become something odd
-        if not can_keep or key not in self.graphs:
-            graph = self.new_graph(shape)
-            if not can_keep or len(self.graphs) >= MOST_GRAPHS:
-                self.last = None, None  # nothing to repeat
-                return graph
-            self.graphs[key] = graph
-        self.last = key, self.graphs[key]
-        return self.graphs[key]
-
-    def new_graph(self, shape: Shape) -> Graph:
-        graph = Graph(self.subject, shape, self.backend, self.cuda_graph)
-        if self.backend != "eager" and (obstacle := shape.obstacle or self.subject.obstacle()):
-            graph.give_up(obstacle)
-        if len(self.graphs) >= MOST_GRAPHS:
-            self.graphs = {key: known for key, known in self.graphs.items() if known.run is not None}
-            if self.backend != "eager" and not self.is_crowded:
-                self.is_crowded = True
-                warn(f"some steps run in eager mode; {CROWDED}")
-        if self.is_crowded:
-            graph.reason = graph.reason or CROWDED
-        return graph
-
-
-CROWDED = (
-    f"there have been more than {MOST_GRAPHS} kinds of batches, options of the optimizer, attributes of the model, and values "
-    "that the loss names; pass numbers that change as tensors"
-)
-
-
-class Graph:
-    """The step for batches of one shape: in eager mode at first, then traced, compiled, and captured in a CUDA graph."""
-
-    def __init__(self, subject: Trained, shape: Shape, backend: str, cuda_graph: bool) -> None:
-        self.subject, self.shape, self.backend, self.cuda_graph = subject, shape, backend, cuda_graph
-        self.mode, self.reason = "eager", ""
-        self.calls, self.attempt = 0, 0 if backend == "eager" else 2  # the call at which to trace
-        self.builds = 0
-        self.layout = Layout([], [])
-        self.run: Callable[..., Sequence[Any]] | None = None
-        self.kinds: list[object] = []  # of tensors that it was made for
-        self.kept: list[Tensor] = []  # so that no other takes its place unseen
-        self.own: list[Tensor] = []  # the same without a graph, whose memory is kept too
-        self.glance: list[object] = []
-        self.own_now: list[Tensor] = []  # with numbers, at the last call
-        self.captured: Captured | None = None
-
-    def __call__(self, batch: Sequence[Any], tensors: list[Tensor]) -> Tensor:
-        self.calls += 1
-        is_new = self.calls == self.attempt
-        if is_new:
-            self.build(tensors)
-        own = None if self.run is None else self.arguments()
-        if own is None or self.run is None:
-            try:
-                return self.subject.step(batch)[0]
-            except Exception:
-                if is_new:  # what went wrong now went wrong in the trace as well: try again
-                    self.calls, self.attempt, self.reason = 0, 2, ""
-                raise
-        self.own_now = own
-        return self.run_on(own, tensors)
-
-    def run_on(self, own: list[Tensor], tensors: list[Tensor]) -> Tensor:
-        assert self.run is not None
-        with torch.no_grad(), torch._C._DisableAutocast():  # the graph holds the casts
-            if self.cuda_graph and self.calls > self.attempt:
-                loss, *etas = self.replay(self.run, own, tensors)
-            else:
-                loss, *etas = self.run(*own, *tensors)
-        self.subject.note_step(etas)
+        tensors, signature = BatchSignature.of(batch)
+        repeat = self.repeat
+        if repeat is not None and repeat.signature == signature and are_distinct(tensors):
+            return repeat(tensors)
+        loss = self(*batch)
+        self.repeat = Repeat.of(self.training.last, tensors, signature)
         return loss
 
-    def can_repeat(self) -> bool:
-        """Whether the next step is the same as the last one."""
-        is_ready = self.run is not None and bool(self.own_now) and (self.captured is not None or not self.cuda_graph)
-        return is_ready and self.subject.is_steady()
+    def warm_up(self, *batch: Any) -> None:
+        """Compile the step for such batches without training.
 
-    def arguments(self) -> list[Tensor] | None:
-        """What a step reads and changes, but for the batch; None, and back to the start, if the graph was not made for such."""
-        if self.glance != self.subject.glance():
-            self.captured = None
-            self.subject.settle()
-            try:
-                self.kept = self.subject.own_tensors(self.layout)
-            except KeyError:  # the optimizer's state is another one now
-                self.kept = []
-            self.own = [tensor.detach() for tensor in self.kept]
-            self.glance = self.subject.glance()
-            if self.kinds != kinds_of(self.own):
-                self.mode, self.run, self.kept, self.own, self.own_now, self.glance = "eager", None, [], [], [], []
-                self.calls, self.attempt = 1, 2
-                return None
-        return [*self.own, *self.subject.number_tensors()]
-
-    def build(self, tensors: list[Tensor]) -> None:
-        """Trace the step and compile it, as far as that goes."""
-        self.reason = ""
-        if self.builds >= MOST_BUILDS:
-            self.give_up("the model's tensors or the optimizer's state change their shapes or types again and again")
-            return
-        self.subject.settle()
-        try:
-            self.layout = self.subject.layout()
-            own = self.subject.own_tensors(self.layout)
-            self.kinds = kinds_of([tensor.detach() for tensor in own])
-            arguments = [*own, *self.subject.number_tensors(), *tensors]
-            graph = self.subject.trace(self.layout, self.shape, arguments)
-        except Unsettled as error:
-            self.attempt *= 2
-            if self.attempt > LAST_ATTEMPT:
-                self.give_up(str(error))
-            return
-        except CannotTrace as error:
-            self.give_up(f"it cannot be traced: {error}")
-            return
-        self.builds += 1
-        self.mode, self.run = "traced", self.subject.arranged(graph)
-        self.cuda_graph = self.cuda_graph and self.backend == "inductor" and own[0].is_cuda
-        if self.backend == "inductor":
-            try:
-                if len(set(clusters(own))) < len(own):
-                    raise RuntimeError("buffers share memory, which its code would change in another order")
-                self.run = self.subject.arranged(compile_graph(graph, self.subject.example(self.layout, arguments)))
-                self.mode = "compiled"
-            except Exception as error:  # whatever went wrong in the compiler, the graph is right
-                self.cuda_graph, self.reason = False, f"TorchInductor cannot compile it: {first_line(error)}"
-                warn(f"the step runs as a graph that is not compiled; {self.reason}")
-
-    def give_up(self, reason: str) -> None:
-        self.attempt, self.reason = 0, reason
-        warn(f"the step runs in eager mode; {reason}")
-
-    def replay(self, run: Callable[..., Sequence[Any]], own: list[Tensor], tensors: list[Tensor]) -> Sequence[Tensor]:
-        """Run from a CUDA graph, captured anew where parameters or state have moved in memory."""
-        if self.captured is None:
-            try:
-                self.captured = Captured(run, own, tensors)
-            except RuntimeError as error:
-                self.cuda_graph, self.reason = False, f"it cannot be captured in a CUDA graph: {first_line(error)}"
-                warn(f"the step runs without a CUDA graph; {self.reason}")
-                return run(*own, *tensors)
-            self.mode = "compiled + CUDA graph"
-        return self.captured.replay(tensors)
+        Parameters, buffers, the optimizer's state and torch's random numbers are put back. What else the model's code changes,
+        such as its counters and lists, stays changed.
+        """
+        optimizer = self.training.optimizer.optimizer
+        with restored([self.training.model], [optimizer]):
+            for phase in curvature_phases(optimizer):
+                for _ in range(MAX_WARM_UP):
+                    for group in optimizer.param_groups:
+                        group["step_count"] = phase
+                    self(*batch)
+                    if self.training.last is None or self.training.last.is_settled:
+                        break
+        self.repeat = None
 
 
-class Captured:
-    """A CUDA graph of a compiled step, which reads its batch from memory of its own."""
-
-    def __init__(self, run: Callable[..., Sequence[Any]], own: list[Tensor], tensors: list[Tensor]) -> None:
-        if elsewhere := [tensor.device for tensor in (*own, *tensors) if not tensor.is_cuda]:
-            raise RuntimeError(f"a tensor of the batch or the model is on the {elsewhere[0]}")
-        self.batch = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t) for t in tensors]
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.outputs = list(run(*own, *self.batch))
-
-    def replay(self, tensors: list[Tensor]) -> list[Tensor]:
-        for held, tensor in zip(self.batch, tensors, strict=True):
-            held.copy_(tensor, non_blocking=True)
-        self.graph.replay()
-        return [output.clone() for output in self.outputs]
+def curvature_phases(optimizer: torch.optim.Optimizer) -> range:
+    """Numbers of steps that stand for all kinds of steps: with and without new curvature."""
+    return range(min(2, getattr(optimizer, "curvature_every", 1)))
 
 
-def kinds_of(tensors: list[Tensor]) -> list[object]:
-    """What a graph is made for, and which of them share memory."""
-    return [*map(kind_of, tensors), clusters(tensors)]
+class Repeat(NamedTuple):
+    """The last step, to be made again with another batch."""
+
+    program: GraphProgram
+    arguments: list[Any]  # with gaps for the tensors of the batch
+    gaps: list[int | None]  # where each of these belongs, None for one that the loss does not read
+    signature: BatchSignature
+
+    @staticmethod
+    def of(step: StagedStep | None, tensors: Sequence[Tensor], signature: BatchSignature) -> Repeat | None:
+        """None where a step does more than its program, or has not come to its final mode."""
+        program = None if step is None or not step.is_settled else step.program
+        if (
+            not isinstance(program, GraphProgram)
+            or program.forward.outputs > 1
+            or not program.optimizer.repeats_itself
+            or signature.obstacle
+        ):
+            return None
+        place = {id(x): i for i, x in enumerate(program.arguments[: program.count])}
+        gaps = [place.get(id(tensor)) for tensor in tensors]
+        arguments = [None if i in gaps else x for i, x in enumerate(program.arguments)]
+        return Repeat(program, arguments, gaps, signature)
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
+        arguments = list(self.arguments)
+        for gap, tensor in zip(self.gaps, tensors, strict=True):
+            if gap is not None:
+                arguments[gap] = tensor
+        loss: Tensor = self.program(arguments)[0]
+        return loss
 
 
-def first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__
+def are_distinct(tensors: Sequence[Tensor]) -> bool:
+    return len({*map(id, tensors)}) == len(tensors)
 
 
-def is_hashable(key: object) -> bool:
-    try:
-        hash(key)
-    except TypeError:
-        return False
-    return True
-
-
-def warn(message: str) -> None:
-    """Warn about the line outside this package that called."""
-    frame, level = sys._getframe(), 1
-    while frame.f_back is not None and frame.f_globals["__name__"].startswith("hesscale."):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(message, CompileWarning, stacklevel=level)
+def without_compiled_parts() -> contextlib.AbstractContextManager[Any]:
+    """Parts of the model that are under torch.compile run in eager mode, so that their operators can be seen."""
+    if "torch._dynamo" not in sys.modules:
+        return contextlib.nullcontext()
+    return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]

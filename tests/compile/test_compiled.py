@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import gc
 import shutil
 import warnings
@@ -18,8 +17,8 @@ from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import hesscale
-from hesscale.compile import step as compiled
-from hesscale.compile.holdings import clusters
+from hesscale.compile import dynamo
+from hesscale.compile.aliasing import overlaps
 from hesscale.errors import CompileWarning, NonFiniteError
 
 pytestmark = pytest.mark.usefixtures("double_precision")
@@ -61,7 +60,7 @@ def two_of(model, make=ada, loss_fn=cross_entropy, backend="traced"):
 
 def tensors_of(step):
     """Everything that a step changes, in the model and in the optimizer, by name."""
-    model, optimizer = step.subject.model, step.subject.optimizer
+    model, optimizer = step.model, step.optimizer
     found = dict(model.state_dict())
     for i, entries in optimizer.state_dict()["state"].items():
         found.update({f"state {i} {name}": value for name, value in entries.items() if isinstance(value, torch.Tensor)})
@@ -70,7 +69,7 @@ def tensors_of(step):
 
 def check_equal(eager, other, **tolerance):
     torch.testing.assert_close(tensors_of(other), tensors_of(eager), **(tolerance or CLOSE))
-    counts = [[g.get("step_count") for g in step.subject.optimizer.param_groups] for step in (eager, other)]
+    counts = [[g.get("step_count") for g in step.optimizer.param_groups] for step in (eager, other)]
     assert counts[0] == counts[1]
 
 
@@ -149,7 +148,7 @@ OPTIMIZERS = {
 def test_every_optimizer_equals_itself_over_100_steps(name):
     tolerance = {"rtol": 2e-2, "atol": 1e-3} if "bfloat16" in name else CLOSE
     step = check_training(mlp(), batches(100), OPTIMIZERS[name], **tolerance)
-    assert all(p.grad is None and getattr(p, "hess_diag", None) is None for p in step.subject.model.parameters())
+    assert all(p.grad is None and getattr(p, "hess_diag", None) is None for p in step.model.parameters())
 
 
 @pytest.mark.parametrize("name", ["groups", "AdaHessian", "curvature every 3", "torch Adam"])
@@ -166,6 +165,7 @@ def test_steps_again_are_the_same_as_steps(name):
 def test_steps_again_do_not_look_at_what_has_changed():
     step = hesscale.compile_step(model := mlp(), cross_entropy, optimizer := ada(model.parameters()), backend="traced")
     train(step, batches(4))
+    step.again(*batches(1)[0])
     before = copy.deepcopy(model.state_dict())
     optimizer.param_groups[0]["lr"] = 0.0
     step.again(*batches(1)[0])
@@ -176,12 +176,12 @@ def test_steps_again_do_not_look_at_what_has_changed():
 
 
 def test_steps_again_are_not_those_of_before_where_there_is_no_room_for_a_graph(monkeypatch):
-    monkeypatch.setattr(compiled, "MOST_GRAPHS", 1)
+    monkeypatch.setattr(dynamo, "MAX_GRAPHS", 1)
     (model := mlp()).scale = 1.0
     eager, other = two_of(model, loss_fn=lambda model, x, y: model.scale * cross_entropy(model, x, y))
     for step, again in ((eager, eager), (other, other.again)):
         train(step, batches(3))
-        step.subject.model.scale = 3.0
+        step.model.scale = 3.0
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             step(*batches(1)[0])
@@ -193,8 +193,8 @@ def test_eta_is_that_of_the_step():
     eager, other = two_of(mlp(), OPTIMIZERS["groups"])
     for step in (eager, other):
         train(step, batches(5))
-    torch.testing.assert_close(other.subject.optimizer.eta, eager.subject.optimizer.eta, **CLOSE)
-    torch.testing.assert_close(other.subject.optimizer.scaled_share, eager.subject.optimizer.scaled_share)
+    torch.testing.assert_close(other.optimizer.eta, eager.optimizer.eta, **CLOSE)
+    torch.testing.assert_close(other.optimizer.scaled_share, eager.optimizer.scaled_share)
 
 
 # ------------------------------------------------------------------------------------------------------- networks and losses
@@ -230,7 +230,7 @@ class Recurrent(nn.Module):
         self.cells, self.out = kind(4, 5, batch_first=True), nn.Linear(5, 3)
 
     def forward(self, x):
-        return self.out(self.cells(x.unflatten(0, (-1, 2)))[0]).flatten(0, 1)
+        return self.out(self.cells(x.reshape(-1, 2, 4))[0]).flatten(0, 1)
 
 
 class Policy(nn.Module):
@@ -290,7 +290,7 @@ def test_autocast_around_the_step():
             with torch.autocast("cpu", torch.bfloat16):  # which keeps the weights that it has cast to its end
                 step(*batch)
     check_equal(eager, other, rtol=2e-2, atol=1e-3)
-    assert len(other.graphs) == 2
+    assert other.compilations == 2
 
 
 def test_parametrizations():
@@ -309,25 +309,25 @@ def test_compiled_steps(make):
     eager, other = two_of(model, make, backend="inductor")
     saved = {}
     for step in (eager, other):
-        scheduler = lr_scheduler.StepLR(step.subject.optimizer, 10, 0.5)
+        scheduler = lr_scheduler.StepLR(step.optimizer, 10, 0.5)
         torch.manual_seed(2)
         for i, batch in enumerate(batches(60)):
             step(*batch)
             scheduler.step()
             if i == 20:
-                saved[step] = copy.deepcopy((step.subject.model.state_dict(), step.subject.optimizer.state_dict()))
+                saved[step] = copy.deepcopy((step.model.state_dict(), step.optimizer.state_dict()))
             if i == 30:
-                step.subject.model.load_state_dict(saved[step][0])
-                step.subject.optimizer.load_state_dict(saved[step][1])
+                step.model.load_state_dict(saved[step][0])
+                step.optimizer.load_state_dict(saved[step][1])
     check_equal(eager, other)
-    assert (other.mode, len(other.graphs)) == ("compiled", 1)
+    assert (other.mode, other.compilations) == ("compiled", 1)
 
 
 def test_without_a_compiler_the_graph_runs_as_it_is(monkeypatch):
     def cannot(*_):
         raise RuntimeError("No working C++ compiler found\nand more")
 
-    monkeypatch.setattr(compiled, "compile_graph", cannot)
+    monkeypatch.setattr("hesscale.compile.program.compile_graph", cannot)
     eager, other = two_of(mlp(), backend="inductor")
     train(eager, batches(4))
     with pytest.warns(CompileWarning, match="No working C\\+\\+ compiler found") as record:
@@ -378,45 +378,45 @@ def test_a_buffer_that_is_the_batch_does_not_write_into_the_batch():
     before = copy.deepcopy(data)
     step = check_training(Remembering(), data)
     torch.testing.assert_close(data, before)
-    torch.testing.assert_close(step.subject.model.last, data[-1][0])
+    torch.testing.assert_close(step.model.last, data[-1][0])
 
 
 def test_new_batch_sizes_and_back():
     data = [batches(1, size)[0] for size in (8, 8, 8, 5, 5, 5, 8, 5, 8)]
     step = check_training(Convolutional(), data)
-    assert len(step.graphs) == 2
+    assert step.compilations == 2
 
 
 def test_strides_count():
     data = [(torch.randn(4, 8).T, y) if i % 2 else (x, y) for i, (x, y) in enumerate(batches(8))]
-    assert len(check_training(mlp(), data).graphs) == 2
+    assert check_training(mlp(), data).compilations == 2
 
 
 def test_training_and_evaluation_mode():
     def each(step, i):
-        step.subject.model.train(i % 6 < 3)
+        step.model.train(i % 6 < 3)
 
-    assert len(check_training(Convolutional(), batches(18), each=each).graphs) == 2
+    assert check_training(Convolutional(), batches(18), each=each).compilations == 2
 
 
 def test_attributes_of_modules_are_seen():
     def each(step, i):
-        step.subject.model.layers[3].p = 0.1 if i < 5 else 0.5
+        step.model.layers[3].p = 0.1 if i < 5 else 0.5
 
-    assert len(check_training(Convolutional(), batches(12), each=each).graphs) == 3
+    assert check_training(Convolutional(), batches(12), each=each).compilations == 2
 
 
 def test_a_layer_is_frozen_and_thawed():
     def each(step, i):
-        step.subject.model[0].requires_grad_(not 3 <= i < 7)
+        step.model[0].requires_grad_(not 3 <= i < 7)
 
-    assert len(check_training(mlp(), batches(12), each=each).graphs) == 2
+    assert check_training(mlp(), batches(12), each=each).compilations == 2
 
 
 def test_a_layer_is_exchanged():
     def each(step, i):
         if i == 4:
-            step.subject.model[1] = nn.Sigmoid()
+            step.model[1] = nn.Sigmoid()
 
     check_training(mlp(), batches(10), each=each)
 
@@ -427,168 +427,9 @@ def test_a_group_is_added():
 
     def each(step, i):
         if i == 4:
-            step.subject.optimizer.add_param_group({"params": list(step.subject.model[2].parameters()), "lr": 0.1})
+            step.optimizer.add_param_group({"params": list(step.model[2].parameters()), "lr": 0.1})
 
     check_training(mlp(), batches(10), make, each=each)
-
-
-class Watched(nn.Module):
-    """Two layers alike, a pair of buffers, batch norm, and an attribute that may be anything."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
-        self.norm = nn.BatchNorm1d(4)
-        self.register_buffer("u", torch.ones(4))
-        self.register_buffer("v", torch.zeros(4))
-        self.v = self.u
-        self.factor = None
-
-    def forward(self, x):
-        factor = self.__dict__.get("factor", 2.0)
-        h = self.norm(torch.tanh(self.b(torch.tanh(self.a(x))))) * self.u + self.v
-        if isinstance(factor, (tuple, list)):
-            factor = factor[0]
-        elif isinstance(factor, dict):
-            factor = factor["f"]
-        return self.c(factor(h) if callable(factor) else h * (1 if factor is None else factor))
-
-
-def watched_groups(params):
-    params = list(params)
-    return ada([{"params": params[:4], "lr": 0.1}, {"params": params[4:], "lr": 0.001}], eps=1e-2)
-
-
-def unshare(model, _):
-    model.v = torch.full((4,), 7.0)
-
-
-def untie(model, optimizer):
-    del optimizer.state[model.b.weight]
-    model.b.weight = optimizer.param_groups[0]["params"][2] = nn.Parameter(model.a.weight.detach().clone())
-
-
-def swap_groups(_, optimizer):
-    one, other = optimizer.param_groups
-    one["params"], other["params"] = other["params"], one["params"]
-
-
-def tie(model, optimizer):
-    del optimizer.state[optimizer.param_groups[0]["params"].pop(2)]
-    model.b.weight = model.a.weight
-
-
-def replace_state(_, optimizer):
-    for entries in optimizer.state.values():
-        entries["exp_avg"].data = torch.zeros_like(entries["exp_avg"])
-
-
-CHANGES = {
-    "None to number": lambda model, _: setattr(model, "factor", 3.0),
-    "None to tuple": lambda model, _: setattr(model, "factor", (3.0,)),
-    "None to function": lambda model, _: setattr(model, "factor", torch.sigmoid),
-    "None to tensor": lambda model, _: setattr(model, "factor", torch.tensor(3.0)),
-    "deleted": lambda model, _: delattr(model, "factor"),
-    "added": lambda model, _: model.a.__setattr__("forward", lambda x: 2 * F.linear(x, model.a.weight)),
-    "a module in a leaf": lambda model, _: setattr(model.norm, "more", nn.Tanh()),
-    "shared buffers": unshare,
-    "memory of a buffer": lambda model, _: setattr(model.norm.running_mean, "data", torch.full((4,), 5.0)),
-    "memory of the state": replace_state,
-    "another parameter": untie,
-    "tied parameters": tie,
-    "groups": swap_groups,
-    "trust region": lambda _, optimizer: setattr(optimizer, "trust_region", "group"),
-    "dtype of the curvature": lambda _, optimizer: setattr(optimizer, "curvature_dtype", torch.float32),
-}
-
-
-@pytest.mark.parametrize("name", CHANGES)
-def test_changes_are_seen(name):
-    def each(step, i):
-        if i == 4:
-            CHANGES[name](step.subject.model, step.subject.optimizer)
-
-    check_training(Watched(), batches(8), watched_groups, each=each)
-
-
-@pytest.mark.parametrize("factor", [[1.0], {"f": 1.0}], ids=["list", "dict"])
-def test_entries_of_lists_and_dicts_are_seen(factor):
-    def each(step, i):
-        if i == 4:
-            factor = step.subject.model.factor
-            factor[0 if isinstance(factor, list) else "f"] = 3.0
-
-    model = Watched()
-    model.factor = factor
-    check_training(model, batches(8), each=each)
-
-
-class Square(nn.Module):
-    """Two layers, and a matrix that may change in place."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 3)
-        self.register_buffer("square", torch.arange(16.0).view(4, 4) / 16)
-        self.factor, self.function = [1.0], torch.tanh
-
-    def forward(self, x):
-        return self.b(self.function(self.a(x))) * (self.square[0].sum() + self.square.mean()) * self.factor[0]
-
-
-def tripled(self, x):
-    return 3 * Square.forward(self, x)
-
-
-class Tripled(Square):
-    forward = tripled
-
-
-def cut(model):
-    """Less wide, in the same memory."""
-    model.a.weight.data, model.a.bias.data, model.b.weight.data = model.a.weight[:2], model.a.bias[:2], model.b.weight[:, :2]
-
-
-IN_PLACE = {
-    "strides of a buffer": lambda model: model.square.t_(),
-    "shape of a buffer": lambda model: setattr(model.square, "data", model.square[:2]),
-    "shapes of parameters": cut,
-    "a class": lambda model: setattr(model, "__class__", Tripled),
-}
-
-
-@pytest.mark.parametrize("name", IN_PLACE)
-def test_what_changes_in_place_is_seen(name):
-    def each(step, i):
-        if i == 4:
-            with torch.no_grad():
-                IN_PLACE[name](step.subject.model)
-
-    check_training(Square(), batches(8), lambda p: torch.optim.SGD(p, lr=0.1), each=each)
-
-
-def test_another_forward_of_a_class_is_seen(monkeypatch):
-    class Own(Square):
-        pass
-
-    def each(_, i):
-        monkeypatch.setattr(Own, "forward", tripled if 4 <= i < 7 else Square.forward)
-
-    check_training(Own(), batches(8), each=each)
-
-
-@pytest.mark.parametrize("is_function", [True, False])
-def test_what_is_the_same_again_finds_its_graph_again(is_function):
-    def each(step, _):
-        model = step.subject.model
-        if is_function:
-            model.function = torch.sigmoid if model.function is torch.tanh else torch.tanh
-        else:
-            model.factor = list(model.factor)
-
-    step = check_training(Square(), batches(40), each=each)
-    assert len(step.graphs) == 1 + is_function
-    assert step.subject.count == 1 + is_function
 
 
 class Remembering(nn.Module):
@@ -607,24 +448,14 @@ class Remembering(nn.Module):
 def test_a_state_that_is_forgotten_now_and_then():
     def each(step, i):
         if i % 4 == 3:
-            step.subject.model.last = None
+            step.model.last = None
 
     eager, other = two_of(Remembering())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the first step after that cannot be traced
         expected, found = train(eager, batches(71), each), train(other, batches(71), each)
     torch.testing.assert_close(found, expected, **CLOSE)
-    assert (len(other.graphs), other.mode) == (2, "traced")
-
-
-def test_looks_of_long_ago_are_forgotten():
-    model = Square()
-    step = hesscale.compile_step(model, cross_entropy, ada(model.parameters()), backend="eager")
-    for _ in range(40):
-        model.function = functools.partial(torch.tanh)
-        train(step, batches(1))
-    assert len(step.subject.known_looks) == 4  # or old models would live on
-    assert step.subject.looks == 41
+    assert (other.compilations, other.mode) == (2, "traced")
 
 
 class Twins(nn.Module):
@@ -645,85 +476,54 @@ class Twins(nn.Module):
 def test_buffers_that_share_memory_are_not_compiled():
     model = Twins()
     step = hesscale.compile_step(model, cross_entropy, ada(model.parameters()))
-    with pytest.warns(CompileWarning, match="buffers share memory, which its code would change in another order"):
+    with pytest.warns(CompileWarning, match="share memory with others, which its code would change in another order"):
         train(step, batches(3))
     assert step.mode == "traced"
-    first, a, weight, b, empty = clusters([torch.ones(2), model.a, model.layer.weight, model.b, torch.ones(0)])
+    first, a, weight, b, empty = overlaps([torch.ones(2), model.a, model.layer.weight, model.b, torch.ones(0)])
     assert (first, a, weight, empty) == (0, b, 2, 4)
-
-
-def test_a_parameter_of_the_optimizer_that_has_left_the_model():
-    step = two_of(mlp())[1]
-    train(step, batches(3))
-    weight = step.subject.model[0].weight
-    step.subject.model[0].weight = nn.Parameter(weight.detach().clone())
-    for _ in range(2):
-        with pytest.raises(ValueError, match="1 parameters of the optimizer are not in the model"):
-            train(step, batches(1))
-    step.subject.model[0].weight = weight
-    train(step, batches(2))
-    assert step.mode == "traced"
-
-
-@pytest.mark.parametrize("later", [False, True])
-def test_parameters_that_share_memory(later):
-    def share(model):
-        model.b.weight.data = model.a.weight.data
-
-    eager, other = two_of(Watched())
-    for step in (eager, other):
-        train(step, batches(3) if later else [])
-        share(step.subject.model)
-        with warnings.catch_warnings(record=True) as record:
-            warnings.simplefilter("always")
-            train(step, batches(4))
-    assert "share memory" in str(record[0].message)
-    check_equal(eager, other)
-    assert other.mode == "eager"
-
-
-def test_views_of_one_storage_that_do_not_overlap():
-    model = Watched()
-    whole = torch.stack([model.a.weight.detach(), model.b.weight.detach()])
-    model.a.weight.data, model.b.weight.data = whole
-    step = hesscale.compile_step(model, cross_entropy, ada(model.parameters()), backend="traced")
-    train(step, batches(3))
-    assert step.mode == "traced"
 
 
 def test_gradients_from_elsewhere_are_cleared():
     step = two_of(mlp())[1]
     train(step, batches(3))
-    hesscale.backward(cross_entropy(step.subject.model, *batches(1)[0]))
+    hesscale.backward(cross_entropy(step.model, *batches(1)[0]))
     train(step, batches(1))
     assert step.mode == "traced"
-    assert all(p.grad is None and p.hess_diag is None for p in step.subject.model.parameters())
+    assert all(p.grad is None and p.hess_diag is None for p in step.model.parameters())
 
 
-@pytest.mark.parametrize(
-    "register",
-    [nn.modules.module.register_module_forward_hook, register_optimizer_step_post_hook],
-    ids=["modules", "optimizers"],
-)
-def test_hooks_of_all_modules_or_optimizers(register):
+def test_hooks_of_all_optimizers():
     calls = []
     step = two_of(mlp())[1]
     train(step, batches(3))
-    handle = register(lambda *_: calls.append(1))
+    handle = register_optimizer_step_post_hook(lambda *_: calls.append(1))
     try:
         with pytest.warns(CompileWarning, match="hooks"):
             train(step, batches(2))
     finally:
         handle.remove()
-    assert len(calls) >= 2
+    assert len(calls) == 2
     train(step, batches(2))
     assert step.mode == "traced"
+
+
+def test_hooks_of_all_modules():
+    eager, other = two_of(mlp())
+    for step in (eager, other):
+        train(step, batches(3))
+        handle = nn.modules.module.register_module_forward_hook(lambda module, args, output: 0.5 * output)
+        try:
+            train(step, batches(3))
+        finally:
+            handle.remove()
+        train(step, batches(3))
+    check_equal(eager, other)
 
 
 def test_a_generator_that_is_set_later():
     step = two_of(mlp(), hesscale.AdaHessian)[1]
     train(step, batches(3))
-    generator = step.subject.optimizer.generator = torch.Generator()
+    generator = step.optimizer.generator = torch.Generator()
     before = generator.get_state()
     with pytest.warns(CompileWarning, match="generator"):
         train(step, batches(1))
@@ -738,8 +538,8 @@ def test_the_model_changes_its_type(make):
     eager, other = two_of(mlp(), make, loss_fn)
     for step in (eager, other):
         train(step, batches(4))
-        step.subject.model.float()
-        step.subject.optimizer.state.clear()
+        step.model.float()
+        step.optimizer.state.clear()
         assert step(*batches(1)[0]).dtype == torch.float32
         assert step.mode == "eager"
         train(step, batches(4))
@@ -753,15 +553,15 @@ def test_schedulers_make_no_new_graphs(make):
 
     def each(step, i):
         if i == 0:
-            schedulers[step] = lr_scheduler.StepLR(step.subject.optimizer, 2, 0.9)
+            schedulers[step] = lr_scheduler.StepLR(step.optimizer, 2, 0.9)
         else:
             schedulers[step].step()
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # "lr_scheduler.step() before optimizer.step()" too
         step = check_training(mlp(), batches(20), make, each=each)
-    assert len(step.graphs) == 1
-    assert step.subject.optimizer.param_groups[0]["lr"] < 0.9 * step.subject.optimizer.defaults["lr"]
+    assert step.compilations == 1
+    assert step.optimizer.param_groups[0]["lr"] < 0.9 * step.optimizer.defaults["lr"]
 
 
 @pytest.mark.parametrize("make", [ada, torch.optim.Adam], ids=["ours", "torch's"])
@@ -771,34 +571,34 @@ def test_a_schedule_of_betas_too(make):
 
     def each(step, i):
         if i == 0:
-            schedulers[step] = lr_scheduler.OneCycleLR(step.subject.optimizer, 0.1, total_steps=30)
+            schedulers[step] = lr_scheduler.OneCycleLR(step.optimizer, 0.1, total_steps=30)
         else:
             schedulers[step].step()
 
     step = check_training(mlp(), batches(20), make, each=each)
-    assert len(step.graphs) == 2
-    assert step.subject.optimizer.param_groups[0]["betas"][0] != 0.9
+    assert step.compilations == 1
+    assert step.optimizer.param_groups[0]["betas"][0] != 0.9
 
 
 def test_a_step_size_of_numpy():
     def each(step, i):
-        step.subject.optimizer.param_groups[0]["lr"] = np.float32(0.01 * 0.9**i)
+        step.optimizer.param_groups[0]["lr"] = np.float32(0.01 * 0.9**i)
 
-    assert len(check_training(mlp(), batches(20), each=each).graphs) == 1
+    assert check_training(mlp(), batches(20), each=each).compilations == 1
 
 
 def test_an_option_of_torchs_optimizers_that_changes():
     step = two_of(mlp(), lambda p: torch.optim.SGD(p, lr=0.01, weight_decay=0.1))[1]
     train(step, batches(3))
-    step.subject.optimizer.param_groups[0]["weight_decay"] = 0.2
-    with pytest.warns(CompileWarning, match=r"perhaps the optimizer does so with weight_decay, since that changed"):
+    step.optimizer.param_groups[0]["weight_decay"] = 0.2
+    with pytest.warns(CompileWarning, match=r"perhaps because weight_decay changed"):
         train(step, batches(3))
 
 
 def test_a_scheduler_made_after_the_first_steps():
     step = two_of(mlp())[1]
     train(step, batches(3))
-    scheduler = lr_scheduler.StepLR(step.subject.optimizer, 1)
+    scheduler = lr_scheduler.StepLR(step.optimizer, 1)
     train(step, batches(1))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -807,35 +607,35 @@ def test_a_scheduler_made_after_the_first_steps():
 
 def test_a_step_size_that_is_a_tensor():
     def each(step, i):
-        step.subject.optimizer.param_groups[0]["lr"].fill_(0.01 + 0.01 * i)
+        step.optimizer.param_groups[0]["lr"].fill_(0.01 + 0.01 * i)
 
     step = check_training(mlp(), batches(8), lambda p: ada(p, lr=torch.tensor(0.01)), each=each)
-    assert len(step.graphs) == 1
+    assert step.compilations == 1
 
 
 def test_options_change():
     def each(step, i):
-        group = step.subject.optimizer.param_groups[0]
+        group = step.optimizer.param_groups[0]
         group.update(trust_radius=1e-3 / (1 + i), eps=1e-8 * (1 + i // 4), weight_decay=0.01 * (i // 6))
         group["curvature_warmup"] = 12 if i == 9 else 2
 
     step = check_training(mlp(), batches(20), lambda p: ada(p, trust_radius=1e-2), each=each)
-    assert len(step.graphs) <= 4
+    assert step.compilations <= 4
 
 
 @pytest.mark.parametrize("make", [ada, lambda p: grouped(p, trust_region="group")])
 def test_a_trust_region_comes_and_goes(make):
     def each(step, i):
-        step.subject.optimizer.param_groups[0]["trust_radius"] = (None, 1e-3)[i // 4 % 2]
+        step.optimizer.param_groups[0]["trust_radius"] = (None, 1e-3)[i // 4 % 2]
 
     step = check_training(mlp(), batches(18), make, each=each)
-    groups = step.subject.optimizer.param_groups
-    assert [eta.numel() for eta in step.subject.optimizer.eta] == [1] * (len(groups) if len(groups) > 1 else 0)
+    groups = step.optimizer.param_groups
+    assert [eta.numel() for eta in step.optimizer.eta] == [1] * (len(groups) if len(groups) > 1 else 0)
 
 
 def test_options_in_lists():
     def each(step, i):
-        step.subject.optimizer.param_groups[0]["betas"][0] = 0.5 if i > 4 else 0.9
+        step.optimizer.param_groups[0]["betas"][0] = 0.5 if i > 4 else 0.9
 
     check_training(mlp(), batches(12), lambda p: ada(p, betas=[0.9, 0.99]), each=each)
 
@@ -843,17 +643,17 @@ def test_options_in_lists():
 def test_resuming_is_the_same_as_going_on():
     data = batches(12)
     whole, first, second = (two_of(Convolutional(), lambda p: ada(p, curvature_every=3))[1] for _ in range(3))
-    second.subject.model.load_state_dict(first.subject.model.state_dict())
-    whole.subject.model.load_state_dict(first.subject.model.state_dict())
+    second.model.load_state_dict(first.model.state_dict())
+    whole.model.load_state_dict(first.model.state_dict())
     for step in (whole, first, second):
-        step.subject.model.layers[3].p = 0.0
+        step.model.layers[3].p = 0.0
     train(second, batches(5))
     train(whole, data)
     train(first, data[:7])
-    state = first.subject.optimizer.state_dict()
+    state = first.optimizer.state_dict()
     state["state"] = {i: dict(reversed(entries.items())) for i, entries in reversed(state["state"].items())}
-    second.subject.model.load_state_dict(first.subject.model.state_dict())
-    second.subject.optimizer.load_state_dict(copy.deepcopy(state))
+    second.model.load_state_dict(first.model.state_dict())
+    second.optimizer.load_state_dict(copy.deepcopy(state))
     train(second, data[7:])
     found, expected = tensors_of(second), tensors_of(whole)
     torch.testing.assert_close(found, {name: expected[name] for name in found}, check_dtype=False, **CLOSE)
@@ -862,7 +662,7 @@ def test_resuming_is_the_same_as_going_on():
 def test_a_state_that_is_emptied():
     def each(step, i):
         if i in (4, 8):
-            step.subject.optimizer.state.clear()
+            step.optimizer.state.clear()
 
     check_training(mlp(), batches(12), lambda p: ada(p, eps=1e-2), each=each)
 
@@ -876,7 +676,7 @@ def test_batches_of_dicts_and_constants():
         return factor * F.cross_entropy(model(batch["x"]), batch["y"])
 
     data = [({"x": x, "y": y}, 2 if i < 5 else 3, None) for i, (x, y) in enumerate(batches(10))]
-    assert len(check_training(mlp(), data, loss_fn=loss_fn).graphs) == 2
+    assert check_training(mlp(), data, loss_fn=loss_fn).compilations == 2
 
 
 def test_true_is_not_one():
@@ -886,18 +686,12 @@ def test_true_is_not_one():
     check_training(mlp(), [(x, y, True if i % 2 else 1) for i, (x, y) in enumerate(batches(8))], loss_fn=loss_fn)
 
 
-def test_constants_that_are_equal_but_not_the_same():
-    def loss_fn(model, x, y, zero):
-        return cross_entropy(model, x, y) * (2 + torch.atan2(torch.tensor(zero), torch.tensor(-1.0)) / 4)
-
-    data = [(x, y, -0.0 if i % 2 else 0.0) for i, (x, y) in enumerate(batches(8))]
-    assert len(check_training(mlp(), data, loss_fn=loss_fn).graphs) == 2
-
+def test_nan_is_always_the_same_constant():
     def ignoring(model, x, y, _):
         return cross_entropy(model, x, y)
 
     data = [(x, y, float("nan")) for x, y in batches(4)]
-    assert len(check_training(mlp(), data, loss_fn=ignoring).graphs) == 1
+    assert check_training(mlp(), data, loss_fn=ignoring).compilations == 1
 
 
 def test_many_kinds_of_batches():
@@ -913,8 +707,8 @@ def test_many_kinds_of_batches():
         train(other, data)
     assert len(record) == 1
     check_equal(eager, other)
-    assert len(other.graphs) <= compiled.MOST_GRAPHS
-    train(other, [data[-1]] * 3)
+    assert other.compilations <= dynamo.MAX_GRAPHS
+    train(other, [data[-1]] * 80)  # graphs of long ago have given way
     assert (other.mode, other.reason) == ("traced", "")
 
 
@@ -923,14 +717,13 @@ def test_many_kinds_of_batches():
     [
         (lambda x: x.requires_grad_(), cross_entropy, "requires a gradient"),
         (lambda x: x.to_sparse(), lambda m, x, y: cross_entropy(m, x.to_dense(), y), "sparse"),
-        (lambda x: x.numpy(), lambda m, x, y: cross_entropy(m, torch.from_numpy(x), y), "ndarray"),
         (
             lambda x: torch.complex(x, x).conj(),
             lambda m, x, y: cross_entropy(m, x.imag, y),
             "conjugated",
         ),
     ],
-    ids=["requires grad", "sparse", "numpy", "conjugated"],
+    ids=["requires grad", "sparse", "conjugated"],
 )
 def test_batches_that_no_graph_can_take(change, loss_fn, saying):
     check_eager(mlp(), [(change(x), y) for x, y in batches(4)], saying, loss_fn)
@@ -939,7 +732,7 @@ def test_batches_that_no_graph_can_take(change, loss_fn, saying):
 # --------------------------------------------------------------------------------------------- what cannot be traced, and why
 
 FACTOR, NOISE, ARRAY = torch.tensor(2.0), torch.zeros(8, 3), np.ones((8, 3))
-LOOKS, OUTSIDE, MAKES = "looks at the values", "neither in the model nor an argument", "makes a tensor of data"
+LOOKS = "looks at the values"
 
 
 def branching(model, x, y):
@@ -948,21 +741,33 @@ def branching(model, x, y):
 
 
 CANNOT = {
-    "control flow": (branching, LOOKS),
+    "control flow": (branching, "Data-dependent branching"),
     "item": (lambda m, x, y: cross_entropy(m, x, y) * x.sum().item(), LOOKS),
     "numpy of the batch": (lambda m, x, y: cross_entropy(m, x, y) * float(np.sum(x.numpy())), LOOKS),
     "masked": (lambda m, x, y: m(x)[y > 0].square().sum(), "shape of one of its tensors"),
-    "closure": (lambda m, x, y: cross_entropy(m, x, y) * FACTOR.to(x), OUTSIDE),
-    "closure, matrix": (lambda m, x, y: F.mse_loss(m(x), NOISE.to(x)), OUTSIDE),
-    "closure, item": (lambda m, x, y: cross_entropy(m, x, y) * FACTOR.item(), OUTSIDE),
-    "closure, float": (lambda m, x, y: cross_entropy(m, x, y) * float(FACTOR), OUTSIDE),
-    "closure, list": (lambda m, x, y: cross_entropy(m, x, y) * FACTOR.tolist(), OUTSIDE),
-    "closure, numpy": (lambda m, x, y: cross_entropy(m, x, y) * FACTOR.numpy().item(), OUTSIDE),
-    "closure, condition": (lambda m, x, y: cross_entropy(m, x, y) * (2 if FACTOR > 1 else 1), OUTSIDE),
-    "array": (lambda m, x, y: F.mse_loss(m(x), torch.tensor(ARRAY)), MAKES),
-    "array, shared": (lambda m, x, y: F.mse_loss(m(x), torch.from_numpy(ARRAY)), OUTSIDE),
-    "generator": (lambda m, x, y: cross_entropy(m, x + torch.randn(x.shape, generator=torch.Generator()), y), "generator"),
+    "outside, item": (lambda m, x, y: cross_entropy(m, x, y) * FACTOR.item(), LOOKS),
+    "outside, list": (lambda m, x, y: cross_entropy(m, x, y) * FACTOR.tolist(), "tolist"),
+    "outside, numpy": (lambda m, x, y: cross_entropy(m, x, y) * FACTOR.numpy().item(), LOOKS),
+    "outside, condition": (lambda m, x, y: cross_entropy(m, x, y) * (2 if FACTOR > 1 else 1), "Data-dependent branching"),
+    "generator": (lambda m, x, y: cross_entropy(m, x + torch.randn(x.shape, generator=torch.Generator()), y), "TorchDynamo"),
+    "print": (lambda m, x, y: (print("step"), cross_entropy(m, x, y))[1], "TorchDynamo"),
 }
+CAN = {
+    "a tensor from outside": lambda m, x, y: cross_entropy(m, x, y) * FACTOR.to(x),
+    "a matrix from outside": lambda m, x, y: F.mse_loss(m(x), NOISE.to(x)),
+    "an array": lambda m, x, y: F.mse_loss(m(x), torch.tensor(ARRAY)),
+    "an array, shared": lambda m, x, y: F.mse_loss(m(x), torch.from_numpy(ARRAY)),
+}
+
+
+@pytest.mark.parametrize("name", CAN)
+def test_data_from_outside_is_an_input(name):
+    check_training(mlp(), batches(5), loss_fn=CAN[name])
+
+
+def test_batches_of_arrays():
+    data = [(x.numpy(), y) for x, y in batches(5)]
+    check_training(mlp(), data, loss_fn=lambda m, x, y: cross_entropy(m, torch.from_numpy(x), y))
 
 
 @pytest.mark.parametrize("name", CANNOT)
@@ -1002,7 +807,7 @@ def test_hooks_of_the_model():
     eager, other = two_of(mlp())
     for step in (eager, other):
         train(step, batches(4))
-        step.subject.model[0].weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+        step.model[0].weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
         with warnings.catch_warnings(record=True) as record:
             warnings.simplefilter("always")
             train(step, batches(4))
@@ -1051,23 +856,27 @@ class Box:
 
 
 @pytest.mark.parametrize(
-    ("keep", "saying"),
+    "keep",
     [
-        (lambda module, h: module.history.append(h), "a list"),
-        (lambda module, h: module.log["h"].append(h), "a list"),
-        (lambda module, h: module.log.update(x=h), "x"),
-        (lambda module, h: setattr(module.box, "kept", h), "kept"),
-        (lambda module, h: setattr(module, "kept", [h]), "kept"),
+        lambda module, h: module.log["h"].append(h),
+        lambda module, h: module.log.update(x=h),
+        lambda module, h: setattr(module.box, "kept", h),
+        lambda module, h: setattr(module, "kept", [h]),
     ],
-    ids=["list", "list in a dict", "dict", "object", "new list"],
+    ids=["list in a dict", "dict", "object", "new list"],
 )
-def test_models_that_keep_tensors(keep, saying):
-    """No stand-in stays in the model, and what it keeps is what it would."""
+def test_models_that_keep_tensors(keep):
+    """What a model keeps is what it would keep in eager mode."""
     model = Keeping(keep)
     model.log, model.box, model.kept = {"h": []}, Box(), []
-    model = check_eager(model, batches(4), saying).subject.model
-    kept = [*model.kept, *model.history, *model.log["h"], model.log.get("x"), model.box.kept]
-    assert {type(t) for t in kept if t is not None} == {torch.Tensor}
+    eager, other = two_of(model)
+    train(eager, batches(4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a list that grows, each length has its graph
+        train(other, batches(4))
+    kept = [[*m.kept, *m.log["h"], m.log.get("x"), m.box.kept] for m in (eager.model, other.model)]
+    torch.testing.assert_close(*[[t for t in own if t is not None] for own in kept], **CLOSE)
+    check_equal(eager, other)
 
 
 @pytest.mark.parametrize(
@@ -1080,47 +889,30 @@ def test_tensors_kept_in_one_place_are_buffers(keep):
     for step in (eager, other):
         train(step, batches(6))
     check_equal(eager, other)
-    torch.testing.assert_close(other.subject.model.kept, eager.subject.model.kept, **CLOSE)
+    torch.testing.assert_close(other.model.kept, eager.model.kept, **CLOSE)
     assert other.mode == "traced"
 
 
-@pytest.mark.parametrize("at", ["forward", "optimizer"])
-def test_a_trace_that_fails_leaves_everything_in_its_place(at):
-    class Failing(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = Convolutional()
-            self.fails = True
-
-        def forward(self, x):
-            h = self.layers(x)
-            if at == "forward" and torch.compiler.is_compiling():
-                raise RuntimeError("not while tracing")
-            return h
-
-    class FailingOptimizer(hesscale.AdaHesScale):
+def test_a_trace_that_fails_leaves_everything_in_its_place():
+    class Failing(hesscale.AdaHesScale):
         def average(self, *args):
             super().average(*args)
-            if at == "optimizer" and torch.compiler.is_compiling():
+            if torch.compiler.is_compiling():
                 raise RuntimeError("not while tracing")
 
-    model = Failing()
-    optimizer = FailingOptimizer(model.parameters(), lr=0.01)
-    step = hesscale.compile_step(model, cross_entropy, optimizer, backend="traced")
-    step(*batches(1)[0])
-    optimizer.unpack()
-
-    def everything():
+    def everything(step):
+        model, optimizer = step.model, step.optimizer
         held = [*model.parameters(), *model.buffers(), *optimizer.counters.values(), *optimizer.param_groups[0]["params"]]
         state = [(p, *entries.values()) for p, entries in optimizer.state.items()]
         return [id(tensor) for tensor in held] + [id(tensor) for entries in state for tensor in entries]
 
-    before, values = everything(), tensors_of(step)
-    values = copy.deepcopy(values)
+    eager, other = two_of(Convolutional(), lambda params: Failing(params, lr=0.01))
+    train(eager, batches(2))
+    other(*batches(2)[0])
+    before = everything(other)
     with pytest.warns(CompileWarning, match="not while tracing"):
-        step.graphs[next(iter(step.graphs))].build(list(batches(1)[0]))
-    assert everything() == before
-    torch.testing.assert_close(tensors_of(step), values, rtol=0, atol=0)
+        train(other, batches(2)[1:])
+    assert everything(other) == before
 
 
 def test_an_exception_in_the_loss_leaves_everything_as_it_was():
@@ -1173,8 +965,8 @@ def test_steps_that_are_left_out_are_counted(radius):
     for step in (eager, other):
         train(step, data)
     check_equal(eager, other)  # with counters
-    assert other.subject.optimizer.nonfinite_steps == 3
-    assert other.subject.optimizer.param_groups[0]["step_count"] == 17
+    assert other.optimizer.nonfinite_steps == 3
+    assert other.optimizer.param_groups[0]["step_count"] == 17
 
 
 # -------------------------------------------------------------------------------------------------------------- other models
@@ -1267,8 +1059,6 @@ def test_wrong_arguments():
         hesscale.compile_step(model, cross_entropy, ada(model.parameters()), backend="jit")
     with pytest.raises(TypeError, match="no option outputs"):
         hesscale.compile_step(model, cross_entropy, ada(model.parameters()), outputs=None)
-    with pytest.raises(ValueError, match="4 parameters of the optimizer are not in the model"):
-        hesscale.compile_step(model, cross_entropy, ada(mlp().parameters()))
     with pytest.raises(TypeError, match="the optimizer must be"):
         hesscale.compile_step(model, cross_entropy, model.parameters())
     with pytest.raises(TypeError, match="LBFGS"):
@@ -1302,7 +1092,7 @@ def test_shapes_seen_once_do_not_pile_up():
         warnings.simplefilter("ignore", CompileWarning)
         for size in range(2, 60):
             train(step, batches(1, size))
-    assert len(step.graphs) <= compiled.MOST_GRAPHS
+    assert step.compilations <= dynamo.MAX_GRAPHS
 
 
 # ---------------------------------------------------------------------------------------------------------------------- CUDA
@@ -1321,7 +1111,7 @@ class TestCUDA:
         model.layers[3].p = 0.0
         eager, other = two_of(model, make, backend="inductor")
         for step in (eager, other):
-            optimizer = step.subject.optimizer
+            optimizer = step.optimizer
             scheduler = lr_scheduler.StepLR(optimizer, 5, 0.5)
             for i, (x, y) in enumerate(batches(30)):
                 step(x.cuda(), y.cuda())
@@ -1377,6 +1167,6 @@ class TestCUDA:
             )
             for x, y in batches(10):
                 single(x.cuda(), y.cuda())
-                single.subject.optimizer.param_groups[0]["lr"] *= 0.9
+                single.optimizer.param_groups[0]["lr"] *= 0.9
             torch.testing.assert_close(models[k].state_dict(), model.state_dict(), **CLOSE)
         assert step.mode == "compiled + CUDA graph"

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hesscale
-from hesscale.compile.make_fx import compile_graph, trace
+from hesscale.compile.inductor import compile_graph
+from hesscale.compile.make_fx import trace
 from hesscale.compile.workarounds.draw_order import is_draw, set_apart
 
 has_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")

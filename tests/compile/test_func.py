@@ -19,7 +19,6 @@ from torch.utils import _pytree as pytree
 import hesscale
 from hesscale import func
 from hesscale.compile.make_fx import CannotTrace
-from hesscale.compile.nearby import known
 from hesscale.engine.heads import Unsettled
 from hesscale.func import grad_and_hess_diag
 
@@ -492,7 +491,7 @@ class TestVmap:
             assert_same(part(got, 2), transform(w, x[2], power, kind))
 
     def test_records_are_few(self, monkeypatch):
-        monkeypatch.setattr(func, "MOST_RECORDS", 2)
+        monkeypatch.setattr(func, "MAX_RECORDS", 2)
         made = []
         record = func.Transform.record
         monkeypatch.setattr(func.Transform, "record", lambda self, *rest: made.append(self) or record(self, *rest))

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import _inductor, nn
 
 import hesscale
-from hesscale.compile import make_fx as tracing
-from hesscale.compile.make_fx import trace, twin
+from hesscale.compile import inductor as tracing
+from hesscale.compile.inductor import twin
+from hesscale.compile.make_fx import trace
 from hesscale.compile.verify import is_roughly_same, is_same
 
 

@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler
 from torch.utils.checkpoint import checkpoint
 
 import hesscale
-from hesscale.compile.holdings import overlapping
+from hesscale.compile.aliasing import overlapping_group
 from hesscale.errors import CompileWarning
 
 pytestmark = pytest.mark.usefixtures("double_precision")
@@ -127,11 +127,11 @@ def square(model, x):
 
 def test_which_groups_overlap():
     whole = torch.zeros(10)
-    assert overlapping([[whole[:5]], [whole[5:]], [torch.zeros(0)]]) is None
-    assert overlapping([[whole[:6]], [whole[5:]]]) == 1
-    assert overlapping([[whole, whole[:2]], [torch.zeros(3)]]) is None  # of one group
-    assert overlapping([[torch.zeros(3)], [whole], [whole[3:4]]]) == 2
-    assert overlapping([[whole], [whole[2:3]], [whole[8:]]]) in (1, 2)
+    assert overlapping_group([[whole[:5]], [whole[5:]], [torch.zeros(0)]]) is None
+    assert overlapping_group([[whole[:6]], [whole[5:]]]) == 1
+    assert overlapping_group([[whole, whole[:2]], [torch.zeros(3)]]) is None  # of one group
+    assert overlapping_group([[torch.zeros(3)], [whole], [whole[3:4]]]) == 2
+    assert overlapping_group([[whole], [whole[2:3]], [whole[8:]]]) in (1, 2)
 
 
 class Counting(nn.Linear):
@@ -152,7 +152,7 @@ def test_buffers_that_are_views_of_others_are_not_taken_apart():
     optimizers = [hesscale.AdaHesScale(model.parameters()) for model in models]
     step = hesscale.func.ensemble(models, loss_fn, optimizers, batch_dims=None, backend="traced")
     step(x, y)
-    with pytest.warns(CompileWarning, match="buffers of a member share memory"):
+    with pytest.warns(CompileWarning, match="tensors of a member share memory"):
         step(x, y)
     step(x, y)
     step(x, y)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 from collections import defaultdict
 
 import torch
 from torch.fx import GraphModule, Node
-from torch.utils import _pytree as pytree
+
+from ..fx_graphs import arguments_in_place
 
 VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 
@@ -56,17 +56,3 @@ class Memory:
         writes = [i for node in written for i in self.writes[node] if i > self.place[view]]
         uses = [self.place[user] for node in used for user in node.users]
         return bool(writes and uses) and min(writes) < max(uses)
-
-
-def arguments_in_place(node: Node) -> tuple[Node | None, list[Node]]:
-    """The argument that a node's result is a view of, and those that it writes to."""
-    if node.target is operator.getitem:
-        return node.all_input_nodes[0], []
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return None, []
-    given = dict(zip([argument.name for argument in schema.arguments], node.args, strict=False)) | node.kwargs
-    aliased = [(argument.alias_info, given[argument.name]) for argument in schema.arguments if argument.name in given]
-    nodes = [(info, leaf) for info, value in aliased if info for leaf in pytree.tree_leaves(value) if isinstance(leaf, Node)]
-    gives_view = any(result.alias_info for result in schema.returns)
-    return nodes[0][1] if gives_view and nodes else None, [leaf for info, leaf in nodes if info.is_write]

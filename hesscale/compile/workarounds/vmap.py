@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ..make_fx import CannotTrace, put_in_place
+from ..fx_graphs import replace_node
+from ..make_fx import CannotTrace
 from .strides import without_strides
 
 aten = torch.ops.aten
@@ -39,7 +40,7 @@ def mappable(graph: GraphModule) -> GraphModule:
         if node.target in NOT_APART:
             raise CannotTrace(f"it draws by {node.target}, of which vmap gives all the same numbers")
         if node.target in DRAWN:
-            put_in_place(node, functools.partial(DRAWN[node.target], **options_of(node)))
+            replace_node(node, functools.partial(DRAWN[node.target], **options_of(node)))
             continue
         with graph.graph.inserting_before(node):
             if node.target is aten.slice_scatter.default and len(node.args) > 4:  # overflows at an end that is far out

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...compile.ensemble import ensemble
-from ...compile.step import CompiledStep
 from ...optim import CurvatureOptimizer
 from .images import UNIFORM, Draws, Images, Split, augmented
 
@@ -68,7 +67,7 @@ class Members:
         self.padded = images.padded if is_augmented else None
         self.initial = [[p.detach().clone() for p in model.parameters()] for model in models]
         is_mapped = len(models) > 1 and not any(isinstance(module, nn.Conv2d) for module in models[0].modules())
-        self.step: CompiledStep = ensemble(models, loss_of, optimizers, how="vmap" if is_mapped else "abreast", backend=backend)
+        self.step = ensemble(models, loss_of, optimizers, how="vmap" if is_mapped else "abreast", backend=backend)
 
     @property
     def steps(self) -> int:

@@ -125,7 +125,7 @@ def train(tasks: Sequence[Task], runs: Sequence[Run], images: Images, epoch: int
             save(members, runs, progress, epoch)
             saved = time.monotonic()
     values = [found.values(members.steps * tasks[0].batch, len(tasks)) for found in progress]
-    mode = {"mode": ", ".join(sorted({graph.mode for graph in members.step.graphs.values()}))}  # of every kind of step
+    mode = {"mode": ", ".join(members.step.modes)}  # of every kind of step
     return [{**values[k], **mode, **(by_name(last[k]) if k in alive else {})} for k in range(len(tasks))]
 
 

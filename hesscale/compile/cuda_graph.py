@@ -1,0 +1,46 @@
+"""A compiled step in a CUDA graph: one launch in place of one for each kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class CudaGraph:
+    """A captured run of code on tensors that stay where they are, and on others that are copied in before each replay.
+
+    Args:
+        run: the code.
+        arguments: its arguments.
+        copied: the numbers of those that are other tensors at every step.
+    """
+
+    def __init__(self, run: Callable[..., Sequence[Any]], arguments: Sequence[Tensor], copied: Collection[int]) -> None:
+        if elsewhere := [tensor.device for tensor in arguments if not tensor.is_cuda]:
+            raise RuntimeError(f"a tensor of the batch or the model is on the {elsewhere[0]}")
+        self.copied = {i: empty_like(arguments[i]).copy_(arguments[i]) for i in copied}
+        self.fixed = [i for i in range(len(arguments)) if i not in self.copied]
+        self.addresses = [arguments[i].data_ptr() for i in self.fixed]
+        self.kept = [self.copied.get(i, tensor) for i, tensor in enumerate(arguments)]  # so that the memory is not freed
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.outputs = list(run(*self.kept))
+
+    def moved(self, arguments: Sequence[Tensor]) -> set[int]:
+        """The numbers of those arguments that should have stayed, but are elsewhere in memory."""
+        pairs = zip(self.fixed, self.addresses, strict=True)
+        return {i for i, address in pairs if arguments[i].data_ptr() != address}
+
+    def replay(self, arguments: Sequence[Tensor]) -> list[Any]:
+        for i, held in self.copied.items():
+            held.copy_(arguments[i], non_blocking=True)
+        self.graph.replay()
+        return [output.clone() for output in self.outputs]
+
+
+def empty_like(tensor: Tensor) -> Tensor:
+    """A tensor of the same shape, strides, dtype and device."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)

@@ -1,0 +1,168 @@
+"""TorchDynamo captures the forward pass and guards it: a graph is used only while all that its Python code read is the same."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from .. import losses
+from .make_fx import first_line
+
+MAX_GRAPHS = 8  # forward graphs of one step; as many as Dynamo captures of one function by default
+LossFunction = Callable[..., Tensor]
+Runner = Callable[..., tuple[Any, ...]]
+
+
+class ForwardGraph(NamedTuple):
+    """The forward pass as a graph of torch's operators.
+
+    Attributes:
+        run: takes parameters, buffers and all other tensors as arguments, in the order in which they were met.
+        loss: which of its outputs is the loss. The others are tensors that the model keeps.
+        outputs: how many there are.
+        custom_functions: whether it holds a ``torch.autograd.Function``, which Dynamo takes apart.
+    """
+
+    run: Callable[..., Sequence[Any]]
+    loss: int
+    outputs: int
+    custom_functions: bool
+
+
+class NotCaptured(Exception):
+    """The forward pass cannot be captured. Nothing has run."""
+
+
+class Captured:
+    """A loss function, captured: ``(model, *batch) -> loss``.
+
+    Args:
+        loss_fn: ``(model, *batch) -> loss``.
+        make_runner: makes of each forward graph what runs in its place: it takes the inputs of that graph, and returns what the
+            graph returns. Dynamo calls it while the guards of the graph hold, and then sets the attributes that the model sets.
+    """
+
+    def __init__(self, loss_fn: LossFunction, make_runner: Callable[[ForwardGraph], Runner]) -> None:
+        self.make_runner = make_runner
+        self.graphs = 0
+        self.is_configured = self.has_run = False
+        allow_losses()
+        own = weakref.ref(self)  # Dynamo keeps backends for good
+
+        def backend(graph: GraphModule, example_inputs: list[Tensor]) -> Runner:
+            captured = own()
+            assert captured is not None
+            return captured.backend(graph)
+
+        def closure(model: nn.Module, *batch: Any) -> Tensor:
+            return loss_fn(model, *batch).clone()
+
+        # Dynamo keeps its graphs by code object: this gives every step its own.
+        closure.__code__ = closure.__code__.replace(co_name=getattr(loss_fn, "__name__", type(loss_fn).__name__))
+        self.compiled: Callable[..., Tensor] = torch.compile(closure, backend=backend, fullgraph=True, dynamic=False)
+
+    def backend(self, graph: GraphModule) -> Runner:
+        """What runs in place of a graph that Dynamo has captured."""
+        if not self.is_configured:
+            raise RuntimeError("a graph was captured without capture_config")
+        runner = self.make_runner(forward_graph(graph))
+        self.graphs += 1
+        own = weakref.ref(self)
+
+        def run(*inputs: Any) -> tuple[Any, ...]:
+            captured = own()
+            if captured is not None:
+                captured.has_run = True
+            return runner(*inputs)
+
+        return run
+
+    def __call__(self, model: nn.Module, *batch: Any) -> Tensor:
+        """The loss, by a graph whose guards hold, or by a new one.
+
+        Raises:
+            NotCaptured: no graph has run.
+        """
+        self.has_run = False
+        if self.graphs >= MAX_GRAPHS:
+            return self.call_known(model, *batch)
+        try:
+            if self.graphs:
+                return self.compiled(model, *batch)
+        except Exception:  # something is new, but the settings are not those for a capture
+            if self.has_run:
+                raise
+        try:
+            self.is_configured = True
+            with capture_config():
+                return self.compiled(model, *batch)
+        except Exception as error:
+            if self.has_run:
+                raise
+            raise NotCaptured(f"TorchDynamo cannot capture it: {reason_of(error)}") from error
+        finally:
+            self.is_configured = False
+
+    def call_known(self, model: nn.Module, *batch: Any) -> Tensor:
+        """The loss, by a graph whose guards hold."""
+        try:
+            with torch.compiler.set_stance("fail_on_recompile"):
+                return self.compiled(model, *batch)
+        except Exception as error:
+            if self.has_run:
+                raise
+            raise TooManyGraphs(TOO_MANY) from error
+
+
+class TooManyGraphs(NotCaptured):
+    """There is no graph for this call, and no room for another."""
+
+
+TOO_MANY = (
+    f"there have been more than {MAX_GRAPHS} kinds of batches and of values that the model and the loss read; "
+    "pass numbers that change as tensors"
+)
+
+
+@contextlib.contextmanager
+def capture_config() -> Iterator[None]:
+    """Settings of Dynamo for one capture: guard hooks of modules too, and capture recurrent layers."""
+    from torch._dynamo import config
+
+    with config.patch(skip_nnmodule_hook_guards=False, allow_rnn=True, accumulated_recompile_limit=2**20):
+        yield
+
+
+@functools.lru_cache(1)
+def allow_losses() -> None:
+    """Our losses are functions of their arguments alone; as one operator of the graph they keep their curvature rules."""
+    from torch._dynamo import allow_in_graph
+
+    for name in losses.__all__:
+        allow_in_graph(getattr(losses, name))
+
+
+def forward_graph(graph: GraphModule) -> ForwardGraph:
+    """Dynamo's graph, without the ``clone`` by which the closure marks the loss: the last operator of all."""
+    *_, mark, output = graph.graph.nodes
+    outputs: Any = output.args[0]
+    loss = outputs.index(mark)
+    mark.replace_all_uses_with(mark.args[0])
+    graph.graph.erase_node(mark)
+    graph.recompile()
+    names = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+    return ForwardGraph(graph.forward, loss, len(outputs), any("autograd_function_apply" in name for name in names))
+
+
+def reason_of(error: Exception) -> str:
+    """Dynamo's reason in a line: its first line, and the explanation where it has one."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    explanation = next((line.partition(":")[2].strip() for line in lines if line.startswith("Explanation:")), "")
+    return f"{first_line(error)} ({explanation})" if explanation else first_line(error)

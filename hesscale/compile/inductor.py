@@ -1,0 +1,80 @@
+"""TorchInductor's code for a flat graph, compared with the graph before it is used."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from .verify import difference, is_coarse
+from .workarounds.cpu_math import with_own_math
+from .workarounds.draw_order import set_apart
+
+
+def compile_graph(graph: GraphModule, tensors: Sequence[Tensor]) -> Callable[..., Any]:
+    """TorchInductor's code for a flat graph and tensors like these; random numbers are those of eager mode."""
+    from torch import _inductor
+    from torch._inductor import config
+
+    unchecked = [name for name in ("size_asserts", "alignment_asserts") if hasattr(config, name)]  # the caller sees to that
+    options: dict[str, Any] = {"fallback_random": True, **dict.fromkeys(unchecked, False)}
+    faster = "combo_kernels" if tensors[0].is_cuda else "cpp_wrapper"  # small kernels in one; calls to kernels without Python
+    with contextlib.suppress(Exception):  # which not every graph allows
+        return checked(_inductor.compile, graph, tensors, {**options, faster: True})
+    return checked(_inductor.compile, graph, tensors, options)
+
+
+MAX_CHECKED = 2**30  # bytes
+
+
+def checked(compiler: Any, graph: GraphModule, tensors: Sequence[Tensor], options: dict[str, Any]) -> Callable[..., Any]:
+    """Code that has been seen to do what the graph does, but for rounding."""
+    with torch.no_grad():
+        apart, draws = set_apart(graph)
+        code: Callable[..., Any] = compiler(
+            with_own_math(apart), [*tensors, *[draw.result.empty() for draw in draws]], options=options
+        )
+        compiled = (lambda *given: code(*given, *[draw() for draw in draws])) if draws else code
+        if sum([tensor.nbytes for tensor in tensors]) <= MAX_CHECKED:
+            with whole_precision():
+                expected, found = (outcome(run, tensors) for run in (graph, compiled))
+                where = difference(expected, found, tensors, functools.partial(outcome, graph), is_coarse(graph))
+            if where:
+                raise RuntimeError(f"what it compiles gives other numbers than the graph itself, {where}")
+    return compiled
+
+
+@contextlib.contextmanager
+def whole_precision() -> Iterator[None]:
+    """Without TF32, whose rounding depends on the kernel that is chosen and hides what else differs."""
+    cuda: Any = torch.backends.cuda
+    cudnn: Any = torch.backends.cudnn
+    kinds = cuda.matmul, cudnn.conv, cudnn.rnn
+    before = [kind.fp32_precision for kind in kinds]
+    try:
+        for kind in kinds:
+            kind.fp32_precision = "ieee"
+        yield
+    finally:
+        for kind, precision in zip(kinds, before, strict=True):
+            kind.fp32_precision = precision
+
+
+def outcome(run: Callable[..., Any], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """What a graph returns, and what it makes of its arguments, on copies of these."""
+    copies = [twin(tensor) for tensor in tensors]
+    with torch.random.fork_rng({tensor.device for tensor in tensors if tensor.is_cuda}):
+        torch.manual_seed(0)
+        return [*run(*copies), *copies]
+
+
+def twin(tensor: Tensor) -> Tensor:
+    """A copy with the same strides; a tensor that overlaps itself, which nothing can write to, stands for itself."""
+    if torch._debug_has_internal_overlap(tensor) == 1:
+        return tensor
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)

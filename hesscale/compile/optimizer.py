@@ -1,0 +1,225 @@
+"""An optimizer as a function of tensors: parameters, state and hyperparameters are passed in, and changed in place."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import optimizer as torch_optimizer
+
+from ..engine.arguments import check_loss
+from ..engine.heads import Unsettled
+from ..optim import CurvatureOptimizer
+from .hyperparameters import NO_OPTIONS, Hyperparameters
+from .make_fx import CannotTrace
+from .signature import PLAIN
+
+
+class Layout(NamedTuple):
+    """The tensors that an optimizer keeps: the names of each parameter's state, and of its counters."""
+
+    state: list[tuple[int, tuple[str, ...]]]
+    counters: list[str]
+
+
+class FunctionalOptimizer:
+    """An optimizer whose step can be traced.
+
+    Args:
+        optimizer: one of ours or of torch's.
+        options: those of ``optimizer.backward``: ``head`` and ``fallback``.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> None:
+        if unknown := options.keys() - {"head", "fallback"}:
+            raise TypeError(f"there is no option {', '.join(sorted(unknown))}")
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"the optimizer must be one of torch's or of hesscale.optim, not {type(optimizer).__name__}")
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise TypeError("LBFGS evaluates the loss many times in a step, by a closure; train with it in a loop of your own")
+        self.optimizer, self.options = optimizer, options
+        self.hyperparameters = Hyperparameters(optimizer)
+        if isinstance(optimizer, CurvatureOptimizer):
+            optimizer.unpack()
+
+    def parameters(self) -> list[Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def signature(self) -> tuple[object, ...]:
+        """All that is no tensor and decides what a step does."""
+        optimizer = self.optimizer
+        return (
+            self.hyperparameters.read(),
+            tuple([item for item in vars(optimizer).items() if item[0][0] != "_" and isinstance(item[1], PLAIN)]),
+            not isinstance(optimizer, CurvatureOptimizer) or optimizer.is_curvature_due,
+            self.has_step_hooks(),
+            self.has_parameter_hooks(),
+            getattr(optimizer, "generator", None) is not None,
+        )
+
+    def has_step_hooks(self) -> bool:
+        optimizer = self.optimizer
+        own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+        return bool(own or torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks)
+
+    def has_parameter_hooks(self) -> bool:
+        return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self.parameters())
+
+    def obstacle(self) -> str:
+        """Why a step cannot be traced, as far as that is known beforehand."""
+        if self.has_step_hooks():
+            return "the optimizer has step hooks, which no graph would call"
+        if self.has_parameter_hooks():
+            return "a parameter has hooks, which no graph would call"
+        if getattr(self.optimizer, "generator", None) is not None:
+            return "the optimizer draws from a generator of its own, which no graph can hold"
+        if other := [type(p).__name__ for p in self.parameters() if type(p) not in (Tensor, nn.Parameter)]:
+            return f"a parameter is a {other[0]}"
+        return ""
+
+    @property
+    def repeats_itself(self) -> bool:
+        """Whether all steps do the same: none of them leaves curvature out."""
+        return getattr(self.optimizer, "curvature_every", 1) == 1
+
+    def train(self, loss: Tensor, other_leaves: Iterable[Tensor] = ()) -> list[Tensor | None]:
+        """Make one step by the gradients of a loss, and return its η.
+
+        Gradients do not stay in ``.grad``; those of ``other_leaves``, which are another optimizer's, are left as they were.
+        """
+        check_loss(loss)
+        others = [(leaf, leaf.grad) for leaf in other_leaves]
+        self.optimizer.zero_grad()
+        try:
+            for leaf, _ in others:
+                leaf.grad = None
+            if isinstance(self.optimizer, CurvatureOptimizer):
+                self.optimizer.backward(loss, **self.options)
+            else:
+                loss.backward()
+            self.optimizer.step()
+        finally:
+            for leaf, gradient in others:
+                leaf.grad = gradient
+            self.optimizer.zero_grad()
+        return getattr(self.optimizer, "eta", [])
+
+    def record_step(self, etas: Sequence[Tensor], report: bool = True) -> None:
+        """Count a step that a graph has made; with ``report``, raise if it was left out because of a non-finite number."""
+        optimizer = self.optimizer
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask for this
+        if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+            optimizer.zero_grad()
+        if isinstance(optimizer, CurvatureOptimizer):
+            optimizer.note_step(etas)
+
+    def prepare(self) -> None:
+        """Bring the state to where a graph can change it in place: one tensor per parameter, on the parameter's device."""
+        if isinstance(self.optimizer, CurvatureOptimizer):
+            self.optimizer.unpack()
+        for p, entries in self.optimizer.state.items():
+            if p.is_cuda:  # torch's optimizers count their steps on the CPU
+                on_cpu = [name for name, value in entries.items() if isinstance(value, Tensor) and not value.is_cuda]
+                entries.update({name: entries[name].to(p.device) for name in on_cpu})
+
+    def layout(self, parameters: Sequence[Tensor]) -> Layout:
+        """The tensors that the optimizer keeps for these parameters."""
+        state = self.optimizer.state
+        held = [(i, state[p]) for i, p in enumerate(parameters) if p in state]
+        names = [(i, tuple([name for name, value in entries.items() if isinstance(value, Tensor)])) for i, entries in held]
+        return Layout([found for found in names if found[1]], list(self.counters))
+
+    def tensors(self, layout: Layout, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors of a layout; KeyError if the optimizer no longer has some of them."""
+        state, counters = self.optimizer.state, self.counters
+        kept = [map(state[parameters[i]].__getitem__, names) for i, names in layout.state]
+        return [*chain.from_iterable(kept), *[counters[name] for name in layout.counters]]
+
+    def replace_tensors(self, layout: Layout, parameters: Sequence[Tensor], tensors: Iterator[Tensor]) -> None:
+        """Put other tensors in the places of :meth:`tensors`."""
+        for i, names in layout.state:
+            self.optimizer.state[parameters[i]].update({name: next(tensors) for name in names})
+        for name in layout.counters:
+            self.counters[name] = next(tensors)
+
+    @property
+    def counters(self) -> dict[str, Tensor]:
+        return getattr(self.optimizer, "counters", {})
+
+    def with_enough_curvature(self, layout: Layout, tensors: Sequence[Tensor], warmup: float | None = None) -> list[Tensor]:
+        """The tensors of a layout as they are once ``curvature_warmup`` is over: before, weights do not move."""
+        groups = self.optimizer.param_groups
+        by = max([float(group.get("curvature_warmup", 0)) for group in groups]) if warmup is None else warmup
+        names = [name for _, names in layout.state for name in names]
+        names += [""] * (len(tensors) - len(names))
+        return [t + by if by and name == "curvature_step" else t for name, t in zip(names, tensors, strict=True)]
+
+    @contextlib.contextmanager
+    def holding(
+        self, stand_ins: Mapping[Tensor, Tensor], layout: Layout, tensors: Iterator[Tensor], numbers: Sequence[Tensor]
+    ) -> Iterator[None]:
+        """The optimizer with stand-ins for its parameters, state and numbers, which it changes in place.
+
+        Parameters without a stand-in take no part.
+
+        Raises:
+            NeedsEagerPass: where the optimizer makes state that was not there.
+            CannotTrace: where it changes a number that is not a tensor.
+        """
+        optimizer, counters = self.optimizer, self.counters
+        attributes, counters_before = dict(optimizer.__dict__), dict(counters)
+        groups = [{**g, "params": [stand_ins[p] for p in g["params"] if p in stand_ins]} for g in optimizer.param_groups]
+        if not isinstance(optimizer, CurvatureOptimizer):  # how torch's optimizers take numbers that are tensors
+            groups = [
+                {**group, **{name: GRAPH_OPTIONS[name] for name in GRAPH_OPTIONS.keys() & group.keys()}} for group in groups
+            ]
+        self.hyperparameters.substitute(numbers, groups)
+        state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
+        entries = {i: {name: next(tensors) for name in names} for i, names in layout.state}
+        for i, (p, stand_in) in enumerate(stand_ins.items()):
+            if p in optimizer.state:
+                state[stand_in] = {**optimizer.state[p], **entries.get(i, {})}
+        own_counters = {name: next(tensors) for name in layout.counters}
+        expected = [*[dict(entries) for entries in state.values()], own_counters]
+        options = [dict(group) for group in groups]
+        try:
+            optimizer.param_groups, optimizer.state = groups, state
+            counters.update(own_counters)
+            yield
+            check_in_place([*state.values(), counters], expected)
+            check_constant([*groups, optimizer.__dict__], [*options, attributes])
+        finally:
+            optimizer.__dict__.clear()
+            optimizer.__dict__.update(attributes)
+            counters.clear()
+            counters.update(counters_before)
+
+
+GRAPH_OPTIONS = {"capturable": True, "foreach": True, "fused": False}
+
+
+def check_in_place(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    """Check that a step has changed its tensors in place, has made no others, and counts in tensors alone."""
+    if len(found) != len(expected):
+        raise Unsettled("the optimizer has yet to make some of its state")
+    for now, before in zip(found, expected, strict=True):
+        for name in {**before, **now}:
+            value = now.get(name)
+            if name in before and not isinstance(before[name], Tensor) and not isinstance(value, Tensor):
+                if value != before[name]:
+                    raise CannotTrace(f"the optimizer keeps a changing {name} in its state that is no tensor")
+            elif value is not before.get(name):
+                raise Unsettled(f"the optimizer has yet to make its {name}, or makes it anew at every step")
+
+
+def check_constant(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    """Check that a step has changed none of the optimizer's numbers."""
+    for now, before in zip(found, expected, strict=True):
+        for name in now.keys() - NO_OPTIONS:
+            if isinstance(now[name], (int, float)) and not isinstance(now[name], bool) and now[name] != before.get(name):
+                raise CannotTrace(f"the optimizer changes its {name} at every step")

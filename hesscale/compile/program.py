@@ -1,0 +1,91 @@
+"""A whole training step as code over tensors: forward pass, gradients, Hessian diagonals and update."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from .cuda_graph import CudaGraph
+from .inductor import compile_graph
+
+Code = Callable[..., Sequence[Any]]
+
+
+class Mode(Enum):
+    """How a step runs."""
+
+    EAGER = "eager"
+    TRACED = "traced"
+    COMPILED = "compiled"
+    CUDA_GRAPH = "compiled + CUDA graph"
+
+
+class Program(ABC):
+    """A step as a flat graph, as TorchInductor's code for that, or as a CUDA graph of this code.
+
+    Args:
+        graph: takes all tensors that a step reads or changes, and changes them in place.
+        arguments: what a step takes now.
+    """
+
+    def __init__(self, graph: GraphModule, arguments: list[Tensor]) -> None:
+        self.graph, self.arguments = graph, arguments
+        self.code: Code = self.arrange(graph.forward)  # not through __call__, which hooks of all modules are for
+        self.mode, self.has_run = Mode.TRACED, False
+        self.cuda_graph: CudaGraph | None = None
+
+    @abstractmethod
+    def fits(self, inputs: Sequence[Any]) -> bool:
+        """Whether it can make a step with these inputs; if so, ``arguments`` is now what that takes."""
+
+    @abstractmethod
+    def finish(self, results: Sequence[Any]) -> tuple[Any, ...]:
+        """Record a step with the optimizer; returns what the caller wants of the results."""
+
+    @abstractmethod
+    def example(self) -> Sequence[Tensor]:
+        """What the graph takes, with numbers by which weights move."""
+
+    @abstractmethod
+    def shares_memory(self) -> bool:
+        """Whether an argument that the graph changes overlaps with another, so that no compiler may reorder its operators."""
+
+    @abstractmethod
+    def copied_arguments(self, moved: set[int]) -> set[int]:
+        """The numbers of the arguments that are other tensors at every step; ``moved`` are those that have moved."""
+
+    def arrange(self, code: Code) -> Code:
+        """The step, made of code for the graph."""
+        return code
+
+    def __call__(self, arguments: Sequence[Tensor]) -> tuple[Any, ...]:
+        """Make a step."""
+        with torch.no_grad(), torch._C._DisableAutocast():  # the graph holds the casts
+            results = self.code(*arguments) if self.cuda_graph is None else self.cuda_graph.replay(arguments)
+        self.has_run = True
+        return self.finish(results)
+
+    def compile(self) -> None:
+        """Have TorchInductor compile it. Where that fails, the program stays as it was."""
+        if self.shares_memory():
+            raise RuntimeError("tensors that it changes share memory with others, which its code would change in another order")
+        self.code = self.arrange(compile_graph(self.graph, [tensor.detach() for tensor in self.example()]))
+        self.mode = Mode.COMPILED
+
+    def capture(self) -> None:
+        """Capture compiled code in a CUDA graph; anew where tensors have moved that it takes from where they are."""
+        moved: set[int] = set()
+        copied: set[int] = set()
+        if self.cuda_graph is not None:
+            moved, copied = self.cuda_graph.moved(self.arguments), {*self.cuda_graph.copied}
+            if not moved:
+                return
+        self.cuda_graph = None  # frees its memory first
+        self.cuda_graph = CudaGraph(self.code, self.arguments, copied | self.copied_arguments(moved))
+        self.mode = Mode.CUDA_GRAPH

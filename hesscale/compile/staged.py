@@ -1,0 +1,139 @@
+"""A step that becomes faster: in eager mode at first, then traced, compiled, and captured in a CUDA graph."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from ..engine.heads import Unsettled
+from ..errors import CompileWarning
+from .make_fx import CannotTrace, first_line
+from .program import Mode, Program
+
+MAX_BUILDS = 4  # of one step, whose tensors turn out to be others than its program was made for
+MAX_EAGER_STEPS = 64  # after which an attempt to trace is given up
+logger = logging.getLogger("hesscale.compile")
+
+
+class Source(Protocol):
+    """What makes steps."""
+
+    def eager(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        """Make a step in eager mode."""
+
+    def obstacle(self, inputs: Sequence[Any]) -> str:
+        """Why no graph can take such inputs; empty if one can."""
+
+    def program(self, inputs: Sequence[Any]) -> Program:
+        """The step as a program.
+
+        Raises:
+            CannotTrace: it does something that no flat graph of operators can hold.
+            NeedsEagerPass: a step in eager mode has to find something out first.
+        """
+
+
+class StagedStep:
+    """The step for inputs of one kind.
+
+    Args:
+        source: makes the steps.
+        compiles: whether to compile what was traced.
+        captures: whether to capture what was compiled in a CUDA graph.
+        obstacle: why the step has to stay in eager mode, if so.
+    """
+
+    def __init__(self, source: Source, *, compiles: bool, captures: bool, obstacle: str = "") -> None:
+        self.source, self.compiles, self.captures = source, compiles, captures
+        self.program: Program | None = None
+        self.earlier_program: Program | None = None  # for tensors that are others now, and may come back
+        self.builds = 0
+        self.eager_steps = 0
+        self.next_build: int | None = 1  # after how many eager steps to trace; None for never
+        self.reason = ""
+        if obstacle:
+            self.give_up(obstacle)
+
+    @property
+    def mode(self) -> Mode:
+        return Mode.EAGER if self.program is None else self.program.mode
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all later steps will run as the last one did."""
+        if self.program is None:
+            return self.next_build is None
+        return self.program.has_run and (self.mode is not Mode.COMPILED or not self.captures)
+
+    def __call__(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        if self.program is not None and not self.program.fits(inputs):
+            self.program, self.earlier_program = None, self.program
+            self.eager_steps, self.next_build = 0, 1
+        if self.program is None and self.eager_steps == self.next_build:
+            self.build(inputs)
+        if self.program is None:
+            outputs = self.source.eager(inputs)
+            self.eager_steps += 1
+            return outputs
+        if self.captures and self.program.has_run and self.program.mode is not Mode.TRACED:
+            self.capture(self.program)
+        return self.program(self.program.arguments)
+
+    def build(self, inputs: Sequence[Any]) -> None:
+        """Trace the step and compile it, as far as that goes."""
+        if self.earlier_program is not None and self.earlier_program.fits(inputs):
+            self.program = self.earlier_program
+            return
+        if self.builds >= MAX_BUILDS:
+            self.give_up("the model's tensors or the optimizer's state change their shapes or types again and again")
+            return
+        if reason := self.source.obstacle(inputs):
+            self.give_up(reason)
+            return
+        try:
+            self.program = self.source.program(inputs)
+        except Unsettled as error:
+            self.next_build = 2 * self.eager_steps
+            if self.next_build > MAX_EAGER_STEPS:
+                self.give_up(str(error))
+            return
+        except CannotTrace as error:
+            self.give_up(f"it cannot be traced: {error}")
+            return
+        self.builds += 1
+        self.reason = ""
+        if self.compiles:
+            self.compile(self.program)
+
+    def compile(self, program: Program) -> None:
+        logger.info("compiling a training step of %d operators", len(program.graph.graph.nodes))
+        started = time.perf_counter()
+        try:
+            program.compile()
+        except Exception as error:  # whatever went wrong in the compiler, the graph is right
+            self.reason = f"TorchInductor cannot compile it: {first_line(error)}"
+            warn(f"the step runs as a graph that is not compiled; {self.reason}")
+        logger.info("compiling took %.1f s", time.perf_counter() - started)
+
+    def capture(self, program: Program) -> None:
+        try:
+            program.capture()
+        except RuntimeError as error:
+            self.captures, self.reason = False, f"it cannot be captured in a CUDA graph: {first_line(error)}"
+            warn(f"the step runs without a CUDA graph; {self.reason}")
+
+    def give_up(self, reason: str) -> None:
+        self.next_build, self.reason = None, reason
+        warn(f"the step runs in eager mode; {reason}")
+
+
+def warn(message: str) -> None:
+    """Warn about the line outside of this package and of torch that called."""
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in ("hesscale", "torch"):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, CompileWarning, stacklevel=level)
