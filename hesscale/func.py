@@ -26,8 +26,7 @@ from .compile.nearby import MOST_ENTRIES, Near, is_of_a_library, known_now, show
 from .compile.workarounds.vmap import functional
 from .engine import backward as engine
 from .engine.arguments import check_choices, check_loss
-from .engine.heads import Unsettled
-from .errors import CompileWarning
+from .errors import CompileWarning, NeedsEagerPass
 
 MOST_RECORDS = 64
 CAN_TELL_ALL = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)  # functions of torch too, when it compiles
@@ -222,8 +221,10 @@ class Transform:
             except CannotTrace as error:
                 reason = ADVICE.get(str(error), str(error))
                 raise CannotTrace(f"under vmap and torch.compile, this function cannot be recorded: {reason}") from error
-            except Unsettled as error:
-                raise Unsettled(f"{error}: call this function once without vmap and torch.compile, where it is curved") from error
+            except NeedsEagerPass as error:
+                raise NeedsEagerPass(
+                    f"{error}: call this function once without vmap and torch.compile, where it is curved"
+                ) from error
             except RuntimeError as error:
                 if "escaped from inside a function being vmapped" not in str(error):
                     raise

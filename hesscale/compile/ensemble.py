@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.nn.utils.parametrize import type_before_parametrizations
 
-from ..engine.heads import Unsettled
+from ..errors import NeedsEagerPass
 from ..optim import CurvatureOptimizer
 from .holdings import Shared, overlapping, pointers
 from .hyperparameters import Option, number_dtype
@@ -199,7 +199,7 @@ class Members:
     def layout(self) -> Layout:
         layouts = [member.layout() for member in self.members]
         if any(as_sets(layout) != as_sets(layouts[0]) for layout in layouts):
-            raise Unsettled("the optimizers of the members hold different kinds of state")
+            raise NeedsEagerPass("the optimizers of the members hold different kinds of state")
         return layouts[0]
 
     def settle(self) -> bool:

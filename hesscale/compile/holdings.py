@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as every_module
 
-from ..engine.heads import Unsettled
+from ..errors import NeedsEagerPass
 from .hyperparameters import NO_OPTIONS
 from .make_fx import CannotTrace
 from .nearby import MOST_ENTRIES
@@ -214,7 +214,7 @@ def counters_of(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 def check_kept(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
     """A step must have changed the tensors that it keeps in place, made no others, and counted in tensors alone."""
     if len(found) != len(expected):
-        raise Unsettled("the optimizer has yet to make some of its state")
+        raise NeedsEagerPass("the optimizer has yet to make some of its state")
     for now, before in zip(found, expected, strict=True):
         for name in {**before, **now}:
             value = now.get(name)
@@ -222,7 +222,7 @@ def check_kept(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> N
                 if value != before[name]:
                     raise CannotTrace(f"the optimizer keeps a changing {name} in its state that is no tensor")
             elif value is not before.get(name):
-                raise Unsettled(f"the optimizer has yet to make its {name}, or makes it anew at every step")
+                raise NeedsEagerPass(f"the optimizer has yet to make its {name}, or makes it anew at every step")
 
 
 def check_constant(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:

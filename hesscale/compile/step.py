@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..engine.heads import Unsettled
-from ..errors import CompileWarning
+from ..errors import CompileWarning, NeedsEagerPass
 from .holdings import clusters
 from .make_fx import CannotTrace, compile_graph
 from .signature import Shape, kind_of
@@ -214,7 +213,7 @@ class Graph:
             self.kinds = kinds_of([tensor.detach() for tensor in own])
             arguments = [*own, *self.subject.number_tensors(), *tensors]
             graph = self.subject.trace(self.layout, self.shape, arguments)
-        except Unsettled as error:
+        except NeedsEagerPass as error:
             self.attempt *= 2
             if self.attempt > LAST_ATTEMPT:
                 self.give_up(str(error))

@@ -12,7 +12,7 @@ from ..engine.nodes import Node, call, derivative, is_once_differentiable
 from ..errors import CurvatureWarning, UnsupportedOperator
 from .registry import Rule, Share
 
-MOST_ENTRIES = 4096
+MAX_ENTRIES = 4096
 
 
 def brute_force(node: Node, g: tuple[Share, ...], s: tuple[Share, ...]) -> list[Share]:
@@ -66,13 +66,13 @@ def too_large(node: Node) -> int:
     """How many entries the largest tensor at this node has, if that is over the limit."""
     edges = [(node, i) for i in range(len(node._input_metadata))] + [e for e in node.next_functions if e[0] is not None]
     largest = max(math.prod(n._input_metadata[i].shape) for n, i in edges)
-    return largest if largest > MOST_ENTRIES else 0
+    return largest if largest > MAX_ENTRIES else 0
 
 
 def rule_for(node: Node, reason: str) -> Rule:
     """The brute-force rule for a node that has none, if it is small enough."""
     if size := too_large(node):
-        raise UnsupportedOperator(f"{reason} (fallback='exact' takes at most {MOST_ENTRIES} entries; a tensor here has {size}.)")
+        raise UnsupportedOperator(f"{reason} (fallback='exact' takes at most {MAX_ENTRIES} entries; a tensor here has {size}.)")
     warnings.warn(f"computing the curvature of {node.name()} by brute force: {reason}", CurvatureWarning, stacklevel=2)
     return RULE
 
