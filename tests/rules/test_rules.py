@@ -56,6 +56,7 @@ FAMILIES = {
     "activations": "gelu",
     "bilinear": "addmm",
     "convolution": "conv2d",
+    "distances": "cdist by products",
     "elementwise": "mul",
     "special_functions": "exp",
     "indexing": "gather",
