@@ -8,15 +8,14 @@ from collections import Counter
 
 import pytest
 import torch
+from case_runner import build, nodes_of
 from cases import CASES
 from oracle import Separable
-from test_rules import build
 from torch._subclasses.fake_tensor import fake_tensor_tls
 
 import hesscale
 from hesscale.compile import make_fx as tracing
 from hesscale.compile.workarounds import vmap as mapping
-from hesscale.engine.nodes import edge_of, topological
 from hesscale.rules import BL89
 
 BY_SHAPE = "the shape of its output depends on values"
@@ -37,10 +36,6 @@ UNTRACEABLE = {
     "pack padded sequence": BY_LENGTH,
     "pack batch first": BY_LENGTH,
 }
-
-
-def nodes_of(name: str) -> set[str]:
-    return {node.name() for y in build(name)[1] for node in topological(edge_of(y)[0])}
 
 
 @functools.cache
