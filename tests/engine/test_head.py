@@ -299,10 +299,20 @@ def test_nothing_is_learned_from_numbers_that_are_not_finite(samples):
     weight = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
     x = torch.randn(samples, 5, dtype=torch.float64)
     logits = (x * torch.nan) @ weight
-    _, (poisoned,) = hesscale.grad(entropy_at(logits), logits)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", hesscale.CurvatureWarning)
+        _, (poisoned,) = hesscale.grad(entropy_at(logits), logits)
     assert poisoned.isnan().all()
     logits = x @ weight
     assert "exact by double backward (3 products)" in notes(entropy_at(logits))
+    _, (found,) = hesscale.grad(entropy_at(logits), logits)
+    torch.testing.assert_close(found, exact_entropy_diagonal(logits.detach()))
+
+
+def test_samples_with_more_entries_than_one_batch_of_products():
+    """Samples are found to be apart all the same, so that one product per entry of a sample is enough."""
+    logits = torch.randn(4, 5, dtype=torch.float64) @ torch.randn(5, 70, dtype=torch.float64, requires_grad=True)
+    assert "exact by double backward (70 products)" in notes(entropy_at(logits))
     _, (found,) = hesscale.grad(entropy_at(logits), logits)
     torch.testing.assert_close(found, exact_entropy_diagonal(logits.detach()))
 
