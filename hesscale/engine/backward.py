@@ -1,8 +1,8 @@
 """One backward pass that carries (g, s): PyTorch's gradient, and beside it the Hessian diagonal of every tensor.
 
-Autograd's graph already is the network. A pre-hook on each node receives the gradient g at the node's output from PyTorch's own
-engine, takes the diagonal s that the node's consumers have left there, and hands each input its share by the operator's rule.
-At a leaf the sum of the shares is the parameter's ``hess_diag``.
+Autograd's graph already is the network. A pre-hook on a node receives the gradient g at the node's output from PyTorch's own
+engine. It takes the diagonal s that the node's consumers have left there, and hands each input its share by the operator's rule.
+At a leaf, the sum of the shares is the parameter's ``hess_diag``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The graph with its rules: which rule serves each node, or why none does."""
+"""Which rule serves each node of a graph, or why none does."""
 
 from __future__ import annotations
 
