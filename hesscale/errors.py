@@ -20,3 +20,7 @@ class NonFiniteError(FloatingPointError):
 
 class CompileWarning(UserWarning):
     """A step of :func:`hesscale.compile_step` is right, but runs slower than it might."""
+
+
+class NeedsEagerPass(RuntimeError):
+    """Tracing has met something that only a pass in eager mode, with real numbers, can find out. Run one, then trace again."""

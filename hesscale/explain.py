@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .engine import heads
 from .engine.arguments import check_choices, check_loss, output_edges
 from .engine.dispatch import Step, step_of
+from .engine.head_structure import Head, find_head
+from .engine.head_values import exact_diagonals
 from .engine.nodes import LEAF, Edge, edge_of, metadata, topological
 from .errors import UnsupportedOperator
 from .rules import BL89, RULES, Rule
@@ -87,10 +88,10 @@ def explain(
     check_loss(loss)
     steps, reasons = lenient_steps(loss, method)
     ends = output_edges(outputs, loss, [step.node for step in steps])
-    found = heads.Head.empty() if method == "bl89" else heads.find(steps, ends, ())
+    found = Head.empty() if method == "bl89" else find_head(steps, ends, ())
     products: dict[Edge, int] = {}
     if head == "exact" and not reasons:
-        products = {edge: exact.products for edge, exact in heads.exact_diagonals(loss, found).items()}
+        products = {edge: exact.products for edge, exact in exact_diagonals(loss, found).items()}
     notes = {edge: end_note(edge, found, products, head) for edge in found.ends}
     rows = [row_of(step, found, notes, reasons) for step in steps]
     return Explanation(tuple(rows), tuple(reasons.values()))
@@ -112,15 +113,15 @@ def lenient_steps(loss: Tensor, method: str) -> tuple[list[Step], dict[str, str]
     return steps, reasons
 
 
-def end_note(edge: Edge, found: heads.Head, products: dict[Edge, int], head: str) -> str:
-    if edge not in found.doubtful:
+def end_note(edge: Edge, found: Head, products: dict[Edge, int], head: str) -> str:
+    if edge not in found.inexact:
         return "exact by rules"
     if edge in products:
         return f"exact by double backward ({products[edge]} products)"
     return "rules, not exact" if head == "rules" else "rules, not exact: double backward is impossible or takes too many products"
 
 
-def row_of(step: Step, found: heads.Head, notes: dict[Edge, str], reasons: dict[str, str]) -> Row:
+def row_of(step: Step, found: Head, notes: dict[Edge, str], reasons: dict[str, str]) -> Row:
     name = step.node.name()
     shape = tuple(metadata((step.node, 0)).shape)
     note = "; ".join(notes[edge] for i in range(len(step.node._input_metadata)) if (edge := (step.node, i)) in notes)

@@ -25,8 +25,7 @@ from .compile.signature import PLAIN, Constant, Identity
 from .compile.workarounds.vmap import functional
 from .engine import backward as engine
 from .engine.arguments import check_choices, check_loss
-from .engine.heads import Unsettled
-from .errors import CompileWarning
+from .errors import CompileWarning, NeedsEagerPass
 
 MAX_RECORDS = 64
 ONLY_VMAP = "Hessian diagonals cannot be differentiated: of torch.func's transforms, vmap alone may stand around this function"
@@ -206,8 +205,10 @@ class Transform:
             except CannotTrace as error:
                 reason = ADVICE.get(str(error), str(error))
                 raise CannotTrace(f"under vmap and torch.compile, this function cannot be recorded: {reason}") from error
-            except Unsettled as error:
-                raise Unsettled(f"{error}: call this function once without vmap and torch.compile, where it is curved") from error
+            except NeedsEagerPass as error:
+                raise NeedsEagerPass(
+                    f"{error}: call this function once without vmap and torch.compile, where it is curved"
+                ) from error
             except RuntimeError as error:
                 if "escaped from inside a function being vmapped" not in str(error):
                     raise

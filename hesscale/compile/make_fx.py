@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from ..engine.heads import Unsettled
+from ..errors import NeedsEagerPass
 from .workarounds.strides import without_strides
 
 
@@ -34,7 +34,7 @@ def trace(function: Callable[..., Any], tensors: Sequence[Tensor], *, constants:
 
     Raises:
         CannotTrace: where the function looks at values, or uses tensors that are not among its arguments.
-        Unsettled: where the engine has to see real numbers first.
+        NeedsEagerPass: where the engine has to see real numbers first.
     """
 
     def attentive(*given: Tensor) -> Any:
@@ -44,7 +44,7 @@ def trace(function: Callable[..., Any], tensors: Sequence[Tensor], *, constants:
     try:
         with while_tracing(), noted_seeds() as seeds:
             graph = make_fx(attentive, tracing_mode="fake")(*[tensor.detach() for tensor in tensors])
-    except (Unsettled, CannotTrace):
+    except (NeedsEagerPass, CannotTrace):
         raise
     except Exception as error:  # of whatever kind: the same function has run on real tensors
         raise CannotTrace(reason_of(error)) from error

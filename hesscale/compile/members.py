@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.nn.utils.parametrize import type_before_parametrizations
 
-from ..engine.heads import Unsettled
-from ..errors import NonFiniteError
+from ..errors import NeedsEagerPass, NonFiniteError
 from .aliasing import has_overlap, overlapping_group
 from .cuda_graph import empty_like
 from .hyperparameters import Option, number_dtype
@@ -165,7 +164,7 @@ class Members(ABC):
     def layout(self) -> Layout:
         layouts = [member.layout() for member in self.members]
         if any(as_sets(layout) != as_sets(layouts[0]) for layout in layouts):
-            raise Unsettled("the optimizers of the members hold different kinds of state")
+            raise NeedsEagerPass("the optimizers of the members hold different kinds of state")
         return layouts[0]
 
     def prepare(self) -> None:

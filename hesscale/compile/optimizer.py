@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
 
 from ..engine.arguments import check_loss
-from ..engine.heads import Unsettled
+from ..errors import NeedsEagerPass
 from ..optim import CurvatureOptimizer
 from .hyperparameters import NO_OPTIONS, Hyperparameters
 from .make_fx import CannotTrace
@@ -206,7 +206,7 @@ GRAPH_OPTIONS = {"capturable": True, "foreach": True, "fused": False}
 def check_in_place(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
     """Check that a step has changed its tensors in place, has made no others, and counts in tensors alone."""
     if len(found) != len(expected):
-        raise Unsettled("the optimizer has yet to make some of its state")
+        raise NeedsEagerPass("the optimizer has yet to make some of its state")
     for now, before in zip(found, expected, strict=True):
         for name in {**before, **now}:
             value = now.get(name)
@@ -214,7 +214,7 @@ def check_in_place(found: list[dict[str, Any]], expected: list[dict[str, Any]]) 
                 if value != before[name]:
                     raise CannotTrace(f"the optimizer keeps a changing {name} in its state that is no tensor")
             elif value is not before.get(name):
-                raise Unsettled(f"the optimizer has yet to make its {name}, or makes it anew at every step")
+                raise NeedsEagerPass(f"the optimizer has yet to make its {name}, or makes it anew at every step")
 
 
 def check_constant(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:

@@ -9,8 +9,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from ..engine.heads import Unsettled
-from ..errors import CompileWarning
+from ..errors import CompileWarning, NeedsEagerPass
 from .make_fx import CannotTrace, first_line
 from .program import Mode, Program
 
@@ -96,7 +95,7 @@ class StagedStep:
             return
         try:
             self.program = self.source.program(inputs)
-        except Unsettled as error:
+        except NeedsEagerPass as error:
             self.next_build = 2 * self.eager_steps
             if self.next_build > MAX_EAGER_STEPS:
                 self.give_up(str(error))

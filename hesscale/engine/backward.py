@@ -1,8 +1,8 @@
 """One backward pass that carries (g, s): PyTorch's gradient, and beside it the Hessian diagonal of every tensor.
 
-Autograd's graph already is the network. A pre-hook on each node receives the gradient g at the node's output from PyTorch's own
-engine, takes the diagonal s that the node's consumers have left there, and hands each input its share by the operator's rule.
-At a leaf the sum of the shares is the parameter's ``hess_diag``.
+Autograd's graph already is the network. A pre-hook on a node receives the gradient g at the node's output from PyTorch's own
+engine. It takes the diagonal s that the node's consumers have left there, and hands each input its share by the operator's rule.
+At a leaf, the sum of the shares is the parameter's ``hess_diag``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .arguments import as_tensors, check_loss
-from .propagate import Plan, accumulate, own
+from .propagate import Propagation, accumulate, dense_copy
 
 
 def backward(
@@ -58,21 +58,22 @@ def backward(
         (tensor([ 3., 12.]), tensor([ 6., 12.]))
     """
     check_loss(loss)
-    wanted = None if inputs is None else as_tensors(inputs, "inputs")
+    requested = None if inputs is None else as_tensors(inputs, "inputs")
     options = {"method": method, "outputs": outputs, "head": head, "fallback": fallback, "curvature_dtype": curvature_dtype}
-    carry(lambda: torch.autograd.backward(loss, inputs=wanted, retain_graph=retain_graph), loss, wanted, **options)
+    carry(lambda: torch.autograd.backward(loss, inputs=requested, retain_graph=retain_graph), loss, requested, **options)
 
 
 def carry(run_backward: Callable[[], None], loss: Tensor, tensors: Sequence[Tensor] | None, **options: Any) -> None:
     """Fill ``hess_diag`` of these tensors, or of every leaf, during a backward pass of the loss that fills ``.grad``."""
-    plan = Plan(loss, wanted=tensors, fills_leaves=True, **options)
-    fresh = {spot: not (t.is_leaf or t.retains_grad) or t.grad is None for spot, t in plan.wanted.items()}
+    propagation = Propagation(loss, requested=tensors, fills_leaves=True, **options)
+    requested = propagation.requested
+    afresh = {key: not (t.is_leaf or t.retains_grad) or t.grad is None for key, t in requested.items()}
     with own_pass():
-        plan.carry(run_backward)
-    plan.fill_the_flat()
-    for spot, tensor in plan.wanted.items():
+        propagation.run(run_backward)
+    propagation.fill_uncurved_leaves()
+    for key, tensor in requested.items():
         if tensor.grad is not None:
-            accumulate(tensor, plan.diagonals.get(spot), fresh[spot], spot in plan.owned)
+            accumulate(tensor, propagation.diagonals.get(key), afresh[key], key in propagation.owned)
 
 
 _thread = threading.local()
@@ -117,10 +118,13 @@ def grad(
         (tensor([2., 2.]), tensor([12., 48.]))
     """
     check_loss(loss)
-    wanted = as_tensors(tensors, "tensors")
-    plan = Plan(
-        loss, method=method, outputs=outputs, wanted=wanted, head=head, fallback=fallback, curvature_dtype=curvature_dtype
+    requested = as_tensors(tensors, "tensors")
+    propagation = Propagation(
+        loss, method=method, outputs=outputs, requested=requested, head=head, fallback=fallback, curvature_dtype=curvature_dtype
     )
-    gradients = plan.carry(lambda: torch.autograd.grad(loss, wanted, retain_graph=retain_graph, allow_unused=allow_unused))
-    found = {id(tensor): plan.diagonals.get(spot) for spot, tensor in plan.wanted.items()}
-    return gradients, tuple([None if g is None else own(found[id(t)], t) for g, t in zip(gradients, wanted, strict=True)])
+    gradients = propagation.run(
+        lambda: torch.autograd.grad(loss, requested, retain_graph=retain_graph, allow_unused=allow_unused)
+    )
+    found = {id(tensor): propagation.diagonals.get(key) for key, tensor in propagation.requested.items()}
+    pairs = zip(gradients, requested, strict=True)
+    return gradients, tuple([None if g is None else dense_copy(found[id(t)], t) for g, t in pairs])

@@ -1,4 +1,4 @@
-"""Activation checkpointing: it gives each saved tensor once in a pass, but here the rule and then the node read it."""
+"""Activation checkpointing hands out each saved tensor once in a pass, but here two read it: the rule, and then the node."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ _lock = threading.Lock()
 _passes = 0
 
 
-class Kept(dict[Any, Any]):
-    """Handles to recomputed tensors, which stay when checkpointing crosses them out; they go with the node's saved tensor."""
+class PersistentHandles(dict[Any, Any]):
+    """Handles to recomputed tensors, which stay when checkpointing sets them to None. They go with the node's saved tensor."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if value is not None:
             super().__setitem__(key, value)
 
 
-def read(holder: Any) -> Kept:
+def read(holder: Any) -> PersistentHandles:
     present = holder.__dict__.get("handles", {})
-    if not isinstance(present, Kept):
-        present = holder.__dict__["handles"] = Kept(present)
+    if not isinstance(present, PersistentHandles):
+        present = holder.__dict__["handles"] = PersistentHandles(present)
     return present
 
 
 def write(holder: Any, handles: dict[Any, Any]) -> None:
-    holder.__dict__["handles"] = Kept(handles)
+    holder.__dict__["handles"] = PersistentHandles(handles)
 
 
 handles = property(read, write)

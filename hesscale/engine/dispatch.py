@@ -1,4 +1,4 @@
-"""The graph with its rules: which rule serves each node, or why none does."""
+"""Which rule serves each node of a graph, or why none does."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def is_foreign(meta: Any) -> bool:
     return bool(meta.dtype.is_complex or meta.is_nested_tensor)
 
 
-def carrier(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that carries curvature: float16 has no room for squares, so float32 stands in for it."""
+def diagonal_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a diagonal at a tensor of this dtype: float16 has no room for squares, so float32 stands in for it."""
     return torch.float32 if dtype == torch.float16 else dtype
 
 

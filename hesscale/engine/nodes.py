@@ -11,8 +11,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 Node = Any  # torch.autograd.graph.Node, whose saved attributes no type checker knows
 LEAF = "torch::autograd::AccumulateGrad"
-# by name: (node, cotangents, what it gives) -> the same, in operators that can be differentiated in turn; see rules.written_out
-REPAIRS: dict[str, Callable[[Any, Sequence[Tensor | None], list[Tensor | None]], list[Tensor | None]]] = {}
+# Replacements for what a node of this name gives, in operators that can be differentiated in turn; see rules.written_out.
+# Each is called with the node, the cotangents at its outputs, and what the node itself gives.
+BACKWARD_OVERRIDES: dict[str, Callable[[Any, Sequence[Tensor | None], list[Tensor | None]], list[Tensor | None]]] = {}
 Edge = tuple[Node, int]  # a tensor: the node that made it, and which of that node's outputs it is
 
 
@@ -70,8 +71,8 @@ def call(node: Node, cotangents: Sequence[Tensor | None]) -> Sequence[Tensor | N
     if not hasattr(node, "_forward_cls"):
         pulled = node(*cotangents)
         pulled = pulled if isinstance(pulled, tuple) else (pulled,)
-        repaired = REPAIRS.get(node.name())
-        return pulled if repaired is None else repaired(node, cotangents, list(pulled))
+        override = BACKWARD_OVERRIDES.get(node.name())
+        return pulled if override is None else override(node, cotangents, list(pulled))
     zeros = [torch.zeros(m.shape, dtype=m.dtype, device=m.device) for m in node._input_metadata]
     pulled = node.apply(*[z if v is None else v for v, z in zip(cotangents, zeros, strict=True)])
     return per_edge(node, pulled if isinstance(pulled, tuple) else (pulled,))
@@ -104,7 +105,7 @@ def pull(seeds: dict[Edge, Tensor], targets: Sequence[Edge], stops: Collection[N
     return {target: at[target] for target in targets if target in at}
 
 
-class Apart(torch.autograd.Function):
+class SeparatePass(torch.autograd.Function):
     """Runs a function in a backward pass of its own."""
 
     @staticmethod
@@ -121,13 +122,13 @@ class Apart(torch.autograd.Function):
 def derivative(gradient: Tensor, edge: Edge, vector: Tensor, node: Node) -> Tensor | None:
     """∂(g·v)/∂x for a gradient g that a node gave and one of its inputs x, with its other inputs held fixed.
 
-    May be called while a backward pass is under way. That pass may leave out tensors, and nodes called from Python then leave
-    them out too; hence a pass of its own.
+    May be called while a backward pass is under way. That pass may leave out tensors, and a node that is called from Python
+    during it leaves them out too. So the derivative is taken in a pass of its own.
     """
     found: dict[Edge, Tensor] = {}
     with torch.enable_grad():
         source, anchor = edge_of(gradient), torch.zeros((), device=gradient.device, requires_grad=True)
-        passing = Apart.apply(anchor, lambda: found.update(pull({source: vector}, [edge], inputs_of(node))))  # type: ignore[no-untyped-call]
+        passing = SeparatePass.apply(anchor, lambda: found.update(pull({source: vector}, [edge], inputs_of(node))))  # type: ignore[no-untyped-call]
     torch.autograd.backward(passing)
     return found.get(edge)
 
@@ -140,8 +141,8 @@ def inputs_of(node: Node) -> set[Node]:
 def is_once_differentiable(gradient: Tensor) -> bool:
     """Whether differentiating this gradient again would stop at an operator that PyTorch cannot differentiate twice.
 
-    Autograd marks such a place by a node that raises when it is run, and does not run it on the way to a given tensor: asked for
-    the derivative there, it answers "unused", which must not be taken for zero.
+    Autograd marks such a place by a node that raises when it runs. On the way to a given tensor it does not run that node: asked
+    for the derivative there, it answers "unused", which must not be taken for zero.
     """
     return gradient.requires_grad and any(
         node.name() in ("Error", "NotImplemented", "torch::autograd::Error", "torch::autograd::NotImplemented")

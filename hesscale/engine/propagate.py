@@ -1,4 +1,4 @@
-"""How curvature rides along a backward pass: what the hooks do while it runs."""
+"""One backward pass that carries curvature: what the hooks do while PyTorch's engine runs."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ import torch
 from torch import Tensor
 
 from ..rules.registry import RuleFunction, Shares
-from . import heads
 from .arguments import output_edges
 from .checkpointing import saved_tensors_stay
-from .dispatch import carrier as carrier
-from .dispatch import check_data
+from .dispatch import check_data, diagonal_dtype
+from .head_values import exact_diagonals
 from .nodes import Node, edge_of
-from .schedule import Instruction, Reading, Spot, blueprint_of, read, renamed_head
+from .schedule import Graph, Instruction, TensorKey, relabel_head, schedule_for, walk
 
 Result = TypeVar("Result")
-current_task: Callable[[], int] = torch._C._current_graph_task_id
+current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
-class Plan:
-    """One backward pass: a blueprint with this graph's nodes, and the diagonals that are on their way."""
+class Propagation:
+    """A schedule with the nodes of one graph, and the diagonals that are on their way through it."""
 
     def __init__(
         self,
@@ -31,172 +30,174 @@ class Plan:
         *,
         method: str,
         outputs: Tensor | Sequence[Tensor] | None,
-        wanted: Sequence[Tensor] | None,
+        requested: Sequence[Tensor] | None,
         head: str,
         fallback: str,
         curvature_dtype: torch.dtype | None = None,
         fills_leaves: bool = False,
     ) -> None:
-        reading = read(edge_of(loss)[0], method)
-        if fills_leaves and wanted is not None and is_all(reading.leaves, wanted):
-            wanted = None
-        ends = output_edges(outputs, loss, reading.nodes)
-        self.wanted = {} if wanted is None else spots_of(wanted, reading)
-        self.blueprint = blueprint_of(
-            reading,
-            None if ends is None else frozenset([(reading.places[node], i) for node, i in ends]),
-            None if wanted is None else frozenset(self.wanted),
+        graph = walk(edge_of(loss)[0], method)
+        if fills_leaves and requested is not None and is_every_leaf(requested, graph.leaves):
+            requested = None
+        ends = output_edges(outputs, loss, graph.nodes)
+        self.requested = {} if requested is None else keys_of(requested, graph)
+        self.schedule = schedule_for(
+            graph,
+            None if ends is None else frozenset([(graph.index_of[node], i) for node, i in ends]),
+            None if requested is None else frozenset(self.requested),
             (method, head, fallback, curvature_dtype),
         )
-        self.kept = self.blueprint.kept
-        self.nodes = reading.nodes
+        self.kept = self.schedule.requested
+        self.nodes = graph.nodes
         self.loss = loss
         self.product_dtype = curvature_dtype
-        self.double_backward = head == "exact" and method != "bl89"
-        self.task: int | None = None
-        self.diagonals: dict[Spot, Tensor] = {}
-        self.owned: set[Spot] = set()  # where the diagonal's memory is ours alone
-        self.leaves: dict[int, tuple[Tensor, Tensor | None, int]] = {}  # each with its gradient and that one's version
-        for place in self.blueprint.leaves:
-            leaf = self.nodes[place].variable
+        self.uses_double_backward = head == "exact" and method != "bl89"
+        self.graph_task: int | None = None
+        self.diagonals: dict[TensorKey, Tensor] = {}
+        self.owned: set[TensorKey] = set()  # where nothing else refers to the diagonal's memory
+        self.leaves: dict[int, tuple[Tensor, Tensor | None, int]] = {}  # each with its gradient and that gradient's version
+        for index in self.schedule.leaves:
+            leaf = self.nodes[index].variable
             check_data(leaf)
             gradient = leaf.grad
-            self.leaves[place] = leaf, gradient, 0 if gradient is None else gradient._version
+            self.leaves[index] = leaf, gradient, 0 if gradient is None else gradient._version
 
-    def carry(self, run_backward: Callable[[], Result]) -> Result:
+    def run(self, run_backward: Callable[[], Result]) -> Result:
         """Carry curvature through a backward pass."""
-        schedule = self.blueprint.schedule(self.find_exact())
-        quiet = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+        instructions = self.schedule.instructions(self.compute_head())
+        is_autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
         handles = []
         try:
             handles.append(self.nodes[0].register_prehook(self.begin))
-            for instruction in schedule:
+            for instruction in instructions:
                 visit = partial(self.visit, instruction)
-                handles.append(self.nodes[instruction.place].register_prehook(without_autocast(visit) if quiet else visit))
+                handles.append(
+                    self.nodes[instruction.node_index].register_prehook(without_autocast(visit) if is_autocast else visit)
+                )
             with saved_tensors_stay:
                 return run_backward()
         finally:
             for handle in handles:
                 handle.remove()
 
-    def find_exact(self) -> frozenset[Spot]:
-        """Fill in the diagonals at the head's doubtful tensors, as far as double backward gives them."""
-        blueprint = self.blueprint
-        if not self.double_backward or not blueprint.head.doubtful:
+    def compute_head(self) -> frozenset[TensorKey]:
+        """Fill in the diagonals where the head's rules are inexact, as far as double backward gives them."""
+        head = self.schedule.head
+        if not self.uses_double_backward or not head.inexact:
             return frozenset()
-        spots = {(self.nodes[place], i): (place, i) for place, i in blueprint.head.doubtful}
-        found = heads.exact_diagonals(self.loss, renamed_head(blueprint.head, self.nodes))
-        self.diagonals = {spots[edge]: fit(exact.diagonal, blueprint.targets[spots[edge]]) for edge, exact in found.items()}
+        keys = {(self.nodes[index], i): (index, i) for index, i in head.inexact}
+        found = exact_diagonals(self.loss, relabel_head(head, self.nodes))
+        self.diagonals = {keys[edge]: fit(exact.diagonal, self.schedule.targets[keys[edge]]) for edge, exact in found.items()}
         return frozenset(self.diagonals)
 
     def begin(self, gradients: Sequence[Tensor | None]) -> None:
-        """The pass has reached the loss: all calls that belong to it come from this graph task."""
-        if self.task is None:
-            self.task = current_task()
+        """Note which graph task of PyTorch's engine this pass is: every call that belongs to it comes from that task."""
+        if self.graph_task is None:
+            self.graph_task = current_graph_task()
 
     def visit(self, instruction: Instruction, gradients: Sequence[Tensor | None]) -> None:
-        """What happens when PyTorch's engine reaches this node with the gradients at its outputs."""
-        if self.task != current_task():  # another pass: one that a rule runs, or another thread's that shares a node
+        """What happens when PyTorch's engine reaches a node with the gradients at its outputs."""
+        if self.graph_task != current_graph_task():  # another pass: one that a rule runs, or another thread's
             return
-        place, function, spots, _, many, _, bends, keeps_gradient = instruction
-        spot = spots[0]
+        index, function, outputs, _, many, _, is_curved, keeps_gradient = instruction
+        key = outputs[0]
         if function is None:
             if gradients[0] is not None:
-                self.arrive(place, self.diagonals.pop(spot, None), spot in self.owned)
+                self.fill_leaf(index, self.diagonals.pop(key, None), key in self.owned)
         elif many:
-            many_s = tuple([self.take(spot) for spot in spots])
-            many_g = tuple([carried(g) if keeps_gradient else None for g in gradients])
-            if not is_zero(many_s) or (bends and not is_zero(many_g)):
-                self.give(instruction, many_g, many_s, False)
+            many_s = tuple([self.take(key) for key in outputs])
+            many_g = tuple([upcast(g) if keeps_gradient else None for g in gradients])
+            if not is_zero(many_s) or (is_curved and not is_zero(many_g)):
+                self.apply_rule(instruction, many_g, many_s, False)
         else:
-            s = self.take(spot)
-            g = carried(gradients[0]) if keeps_gradient else None
-            if s is not None or (bends and g is not None):
-                self.give(instruction, g, s, spot in self.owned)
+            s = self.take(key)
+            g = upcast(gradients[0]) if keeps_gradient else None
+            if s is not None or (is_curved and g is not None):
+                self.apply_rule(instruction, g, s, key in self.owned)
 
-    def take(self, spot: Spot) -> Tensor | None:
+    def take(self, key: TensorKey) -> Tensor | None:
         """The diagonal at a tensor, all of whose consumers have been visited."""
-        if spot in self.kept:
-            self.owned.discard(spot)
-            return self.diagonals.get(spot)
-        return self.diagonals.pop(spot, None)
+        if key in self.kept:
+            self.owned.discard(key)
+            return self.diagonals.get(key)
+        return self.diagonals.pop(key, None)
 
-    def give(self, instruction: Instruction, g: Any, s: Any, owned: bool) -> None:
-        """Hand each input of a node its share, and what rides along further down; ``owned``: nothing else refers to s."""
+    def apply_rule(self, instruction: Instruction, g: Any, s: Any, owned: bool) -> None:
+        """Hand each input of a node its share, and go on with what is fused there. ``owned``: nothing else refers to s."""
         pending = [(instruction, g, s, owned)]
         while pending:
             instruction, g, s, owned = pending.pop()
-            place, function, _, targets, _, is_contraction, _, _ = instruction
+            index, function, _, targets, _, is_contraction, _, _ = instruction
             assert function is not None
             if is_contraction and self.product_dtype is not None:
-                shares = rounded(function, self.nodes[place], g, s, self.product_dtype)
+                shares = apply_in_dtype(function, self.nodes[index], g, s, self.product_dtype)
             else:
-                shares = function(self.nodes[place], g, s)
+                shares = function(self.nodes[index], g, s)
             for target, share in zip(targets, shares if isinstance(shares, (list, tuple)) else (shares,), strict=True):
                 if share is None or target is None:
                     continue
-                spot, shape, dtype, device, rider = target
+                key, shape, dtype, device, fused = target
                 fitted = share
                 if share.shape != shape or share.dtype != dtype or share.device != device:
                     fitted = fit(share, target)
-                # a share may alias s; a product's are its own, and so is what had to be fitted
-                ours = fitted is not share or (is_contraction and share is not s) or (owned and len(targets) == 1)
-                if rider is None:
-                    self.add(spot, fitted, ours)
-                elif rider.function is None:
-                    self.arrive(rider.place, fitted, ours)
+                # A share may alias s. A contraction's shares are new tensors, and so is what had to be fitted.
+                is_new = fitted is not share or (is_contraction and share is not s) or (owned and len(targets) == 1)
+                if fused is None:
+                    self.add(key, fitted, is_new)
+                elif fused.function is None:
+                    self.fill_leaf(fused.node_index, fitted, is_new)
                 else:
-                    pending.append((rider, None, fitted, ours))
+                    pending.append((fused, None, fitted, is_new))
 
-    def add(self, spot: Spot, share: Tensor, owned: bool) -> None:
+    def add(self, key: TensorKey, share: Tensor, owned: bool) -> None:
         """Add a share to the diagonal at a tensor, in place only in memory that nothing else refers to."""
-        present = self.diagonals.get(spot)
+        present = self.diagonals.get(key)
         if present is None:
-            self.diagonals[spot] = share
+            self.diagonals[key] = share
             if owned:
-                self.owned.add(spot)
-        elif spot in self.owned and present.is_contiguous():
+                self.owned.add(key)
+        elif key in self.owned and present.is_contiguous():
             present.add_(share)
         else:
-            self.diagonals[spot] = present + share
-            self.owned.add(spot)
+            self.diagonals[key] = present + share
+            self.owned.add(key)
 
-    def arrive(self, place: int, diagonal: Tensor | None, owned: bool) -> None:
+    def fill_leaf(self, index: int, diagonal: Tensor | None, owned: bool) -> None:
         """Fill a parameter's hess_diag."""
-        leaf, gradient, _ = self.leaves.pop(place)
+        leaf, gradient, _ = self.leaves.pop(index)
         accumulate(leaf, diagonal, gradient is None, owned)
 
-    def fill_the_flat(self) -> None:
-        """Zeros for leaves that received a gradient, but no curvature."""
-        for place, before in list(self.leaves.items()):
+    def fill_uncurved_leaves(self) -> None:
+        """Fill in zeros at leaves that received a gradient, but no curvature."""
+        for index, before in list(self.leaves.items()):
             if has_changed(*before):
-                self.arrive(place, None, False)
+                self.fill_leaf(index, None, False)
 
 
 def has_changed(leaf: Tensor, gradient: Tensor | None, version: int) -> bool:
     return leaf.grad is not gradient or (gradient is not None and gradient._version != version)
 
 
-def is_all(leaves: dict[int, int], wanted: Sequence[Tensor]) -> bool:
-    """Whether the wanted tensors are leaves, and every leaf of the graph is among them."""
-    return leaves.keys() <= {id(tensor) for tensor in wanted} and all(tensor.is_leaf for tensor in wanted)
+def is_every_leaf(tensors: Sequence[Tensor], leaves: dict[int, int]) -> bool:
+    """Whether these tensors are leaves, and every leaf of the graph is among them."""
+    return leaves.keys() <= {id(tensor) for tensor in tensors} and all(tensor.is_leaf for tensor in tensors)
 
 
-def spots_of(tensors: Sequence[Tensor], reading: Reading) -> dict[Spot, Tensor]:
-    """Where these tensors are in the graph, as far as they are."""
-    spots = {}
+def keys_of(tensors: Sequence[Tensor], graph: Graph) -> dict[TensorKey, Tensor]:
+    """The tensors that are in the graph, by their key."""
+    keys = {}
     for tensor in tensors:
-        if tensor.is_leaf and id(tensor) in reading.leaves:
-            spots[reading.leaves[id(tensor)], 0] = tensor
+        if tensor.is_leaf and id(tensor) in graph.leaves:
+            keys[graph.leaves[id(tensor)], 0] = tensor
         else:
             node, index = edge_of(tensor)
-            if node in reading.places:
-                spots[reading.places[node], index] = tensor
-    return spots
+            if node in graph.index_of:
+                keys[graph.index_of[node], index] = tensor
+    return keys
 
 
-def rounded(function: RuleFunction, node: Node, g: Any, s: Any, dtype: torch.dtype) -> Shares:
-    """A product's shares, computed in the dtype of the s that it is given; a bias gets s itself."""
+def apply_in_dtype(function: RuleFunction, node: Node, g: Any, s: Any, dtype: torch.dtype) -> Shares:
+    """A contraction's shares, computed in this dtype. A bias gets s itself, which is not rounded."""
     if not isinstance(s, Tensor):
         return function(node, g, s)
     low = s.to(dtype)
@@ -210,7 +211,7 @@ def is_zero(values: Sequence[Tensor | None]) -> bool:
 
 def fit(share: Tensor, meta: Any) -> Tensor:
     """A share in the shape, dtype and device of the tensor it belongs to: what was broadcast is summed."""
-    shape, dtype = meta.shape, carrier(meta.dtype)
+    shape, dtype = meta.shape, diagonal_dtype(meta.dtype)
     if share.dtype != dtype or share.device != meta.device:
         share = share.to(device=meta.device, dtype=dtype)
     if share.shape[1:] == shape:  # a bias
@@ -218,7 +219,7 @@ def fit(share: Tensor, meta: Any) -> Tensor:
     return share if share.shape == torch.Size(shape) else share.sum_to_size(shape)
 
 
-def carried(gradient: Tensor | None) -> Tensor | None:
+def upcast(gradient: Tensor | None) -> Tensor | None:
     """A gradient to compute with: float16 has no room for squares."""
     return gradient.float() if gradient is not None and gradient.dtype == torch.float16 else gradient
 
@@ -232,20 +233,20 @@ def accumulate(tensor: Tensor, diagonal: Tensor | None, afresh: bool, owned: boo
     elif owned and diagonal is not None and diagonal.dtype == tensor.dtype and diagonal.stride() == tensor.stride():
         tensor.hess_diag = diagonal  # type: ignore[attr-defined]
     else:
-        tensor.hess_diag = own(diagonal, tensor)  # type: ignore[attr-defined]
+        tensor.hess_diag = dense_copy(diagonal, tensor)  # type: ignore[attr-defined]
 
 
-def own(diagonal: Tensor | None, like: Tensor) -> Tensor:
-    """A dense tensor of its own with the layout of ``like``: shares may alias each other and the gradient."""
+def dense_copy(diagonal: Tensor | None, like: Tensor) -> Tensor:
+    """A new tensor with the layout of ``like``: shares may alias each other and the gradient."""
     if diagonal is None:
         return torch.zeros_like(like, requires_grad=False)
     return torch.empty_like(like, requires_grad=False).copy_(diagonal)
 
 
 def without_autocast(visit: Callable[..., None]) -> Callable[..., None]:
-    def quiet(gradients: Sequence[Tensor | None]) -> None:
+    def visit_in_full_precision(gradients: Sequence[Tensor | None]) -> None:
         device = next((g.device.type for g in gradients if g is not None), "cpu")
         with torch.autocast(device, enabled=False):
             visit(gradients)
 
-    return quiet
+    return visit_in_full_precision

@@ -1,7 +1,8 @@
-"""What is decided about a graph before backward starts: once for all graphs of one structure, holding no node and no tensor.
+"""What is decided about a graph before the backward pass starts: which nodes get a hook, and what each hook does.
 
-A node is named by its place, the number at which a walk from the loss meets it, and a tensor by its spot: the place of the node
-that made it, and which of that node's outputs it is.
+All graphs of one structure share one :class:`Schedule`, so that a training loop decides once. A schedule must therefore hold no
+node and no tensor of any graph. It names a node by its index in a walk from the loss, and a tensor by a key: the index of the
+node that made it, and which of that node's outputs it is.
 """
 
 from __future__ import annotations
@@ -15,43 +16,43 @@ import torch
 
 from ..rules import BL89, RULES, brute_force
 from ..rules.registry import RuleFunction
-from . import heads
 from .arguments import check_choices
-from .dispatch import Step, carrier, custom_rule, steps_of
+from .cache import BoundedCache
+from .dispatch import Step, custom_rule, diagonal_dtype, steps_of
+from .head_structure import Head, find_head
 from .nodes import LEAF, Node, leading_to, metadata, topological
 
-Spot = tuple[int, int]
-Names = Mapping[Any, Any] | Sequence[Any]
-MOST_BLUEPRINTS = 128
-MOST_RIDING = 2**16  # numbers in a tensor
+TensorKey = tuple[int, int]
+MAX_SCHEDULES = 128
+MAX_FUSED_NUMEL = 2**16  # see Schedule.is_large
 TRANSPOSE = RULES["TBackward0"]
 
 
-class Reading(NamedTuple):
-    """A graph's nodes by place, and everything that decisions about it depend on."""
+class Graph(NamedTuple):
+    """A graph's nodes in the order of the walk, and its signature: everything that decisions about it depend on."""
 
     nodes: list[Node]
-    places: dict[Node, int]
-    leaves: dict[int, int]  # the place of a leaf by the id of its tensor
-    structure: tuple[Any, ...]
+    index_of: dict[Node, int]
+    leaves: dict[int, int]  # the index of a leaf's node by the id of its tensor
+    signature: tuple[Any, ...]
 
 
-facts_of_leaf = attrgetter("shape", "dtype", "device")
-facts_of_tensor = attrgetter("is_nested_tensor", "dtype", "device")
+leaf_metadata = attrgetter("shape", "dtype", "device")
+tensor_metadata = attrgetter("is_nested_tensor", "dtype", "device")
 
 
-def read(root: Node, method: str) -> Reading:
-    """Walk the graph below a node."""
+def walk(root: Node, method: str) -> Graph:
+    """Walk the graph below a node. This runs at every step, so it collects the signature in one flat list."""
     special = BL89 if method == "bl89" else RULES
-    nodes, places, leaves = [root], {root: 0}, {}
-    structure: list[Any] = []
-    note = structure.append
+    nodes, index_of, leaves = [root], {root: 0}, {}
+    signature: list[Any] = []
+    note = signature.append
     for node in nodes:  # which grow on the way
         name = node.name()
         if name == LEAF:
             leaf = node.variable
-            leaves[id(leaf)] = places[node]
-            note(facts_of_leaf(leaf))
+            leaves[id(leaf)] = index_of[node]
+            note(leaf_metadata(leaf))
             note(bool(leaf._post_accumulate_grad_hooks))
             continue
         rule = special.get(name) or RULES.get(name) or custom_rule(node)
@@ -59,150 +60,164 @@ def read(root: Node, method: str) -> Reading:
         if rule is not None and rule.refuse is not None:
             note(rule.refuse(node))
         for meta in node._input_metadata:
-            facts = facts_of_tensor(meta)
+            facts = tensor_metadata(meta)
             note(facts)
             note(facts[0] or tuple(meta.shape))
-        for child, index in node.next_functions:
-            place = places.get(child)
-            if place is None and child is not None:
-                place = places[child] = len(nodes)
+        for child, output_nr in node.next_functions:
+            index = index_of.get(child)
+            if index is None and child is not None:
+                index = index_of[child] = len(nodes)
                 nodes.append(child)
-            note(place)
             note(index)
-    return Reading(nodes, places, leaves, tuple(structure))
+            note(output_nr)
+    return Graph(nodes, index_of, leaves, tuple(signature))
 
 
 class Target(NamedTuple):
-    """A tensor that a share goes to, and what curvature looks like there."""
+    """A tensor that a share goes to, and what its diagonal looks like."""
 
-    spot: Spot
+    key: TensorKey
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
-    rider: Instruction | None = None  # what is done with the share at once, where nothing else has to be waited for
+    fused: Instruction | None = None  # what is done with the share at once, where nothing else has to be waited for
 
 
 class Instruction(NamedTuple):
-    """What is done at a node; a leaf has no function."""
+    """What is done at a node. A leaf has no function."""
 
-    place: int
+    node_index: int
     function: RuleFunction | None
-    spots: tuple[Spot, ...]  # the tensors that the node made
+    outputs: tuple[TensorKey, ...]  # the tensors that the node made
     targets: tuple[Target | None, ...]  # None for an input that takes no share
-    many: bool
+    many: bool  # the node has several differentiable outputs
     is_contraction: bool
-    bends: bool
-    keeps_gradient: bool
+    is_curved: bool  # the rule has a term in the gradient
+    keeps_gradient: bool  # False where Gauss-Newton drops that term
 
 
-class Blueprint:
-    """Which rule serves which node, where the head is, and what waits for what."""
+class Schedule:
+    """Which rule serves which node, where the head is, and which nodes get a hook."""
 
     def __init__(
-        self, steps: Sequence[Step], head: heads.Head, kept: frozenset[Spot], gauss_newton: bool, reading: Reading
+        self, steps: Sequence[Step], head: Head, requested: frozenset[TensorKey], gauss_newton: bool, graph: Graph
     ) -> None:
-        self.steps = [renamed(step, reading.places) for step in steps]
-        self.head = renamed_head(head, reading.places)
-        self.kept = kept
+        self.steps = [relabel_step(step, graph.index_of) for step in steps]
+        self.head = relabel_head(head, graph.index_of)
+        self.requested = requested
         self.gauss_newton = gauss_newton
         self.rules = {step.node: step.rule for step in self.steps}
         self.leaves = [step.node for step in self.steps if step.rule is None]
-        self.hooked_leaves = {place for place in self.leaves if reading.nodes[place].variable._post_accumulate_grad_hooks}
-        self.outputs = {place: len(reading.nodes[place]._input_metadata) for place, _, _, _ in self.steps}
-        spots = {spot for step in self.steps for spot in step.edges if spot[0] in self.outputs or spot in kept}
-        self.targets = {spot: target(spot, metadata((reading.nodes[spot[0]], spot[1]))) for spot in spots}
-        self.schedules: dict[frozenset[Spot], list[Instruction]] = {}
+        self.hooked_leaves = {i for i in self.leaves if graph.nodes[i].variable._post_accumulate_grad_hooks}
+        self.num_outputs = {step.node: len(graph.nodes[step.node]._input_metadata) for step in self.steps}
+        keys = {key for step in self.steps for key in step.edges if key[0] in self.num_outputs or key in requested}
+        self.targets = {key: make_target(key, metadata((graph.nodes[key[0]], key[1]))) for key in keys}
+        self._instructions: dict[frozenset[TensorKey], list[Instruction]] = {}
 
-    def schedule(self, exact: frozenset[Spot]) -> list[Instruction]:
-        """The nodes that get a hook, given where the diagonal is known already.
+    def instructions(self, known: frozenset[TensorKey]) -> list[Instruction]:
+        """What the hooks do, given the tensors of the head whose diagonals are known already."""
+        found = self._instructions.get(known)
+        if found is None:
+            found = self._instructions.setdefault(known, self.fuse(known))
+        return found
 
-        A node rides along without one if a single consumer gives it all it needs.
-        """
-        if exact not in self.schedules:
-            settled = self.head.settled(exact, self.kept)
-            consumers = Counter([place for step in self.steps for place, _ in step.edges])
-            busy = {place for place, _ in self.kept | exact}
-            riders: dict[int, Instruction] = {}
-            hooked: list[Instruction] = []
-            for step in reversed(self.steps):
-                instruction = self.instruction(step, exact, riders)
-                if consumers[step.node] < 2 and step.node not in busy and not self.waits_for_gradient(instruction):
-                    riders[step.node] = instruction
-                elif step.node not in settled:
-                    hooked.append(instruction)
-            self.schedules[exact] = hooked
-        return self.schedules[exact]
+    def fuse(self, known: frozenset[TensorKey]) -> list[Instruction]:
+        """Fuse every node into its consumer where that consumer gives it all it needs. The others get a hook each."""
+        superfluous = self.head.superfluous_nodes(known, self.requested)
+        consumers = Counter([index for step in self.steps for index, _ in step.edges])
+        must_wait = {index for index, _ in self.requested | known}
+        fused: dict[int, Instruction] = {}
+        hooked: list[Instruction] = []
+        for step in reversed(self.steps):
+            instruction = self.instruction(step, known, fused)
+            if consumers[step.node] < 2 and step.node not in must_wait and not self.waits_for_gradient(instruction):
+                fused[step.node] = instruction
+            elif step.node not in superfluous:
+                hooked.append(instruction)
+        return hooked
 
-    def instruction(self, step: Step, exact: frozenset[Spot], riders: dict[int, Instruction]) -> Instruction:
-        place, rule, edges, repeated = step
-        spots = tuple([(place, i) for i in range(self.outputs[place])])
+    def instruction(self, step: Step, known: frozenset[TensorKey], fused: dict[int, Instruction]) -> Instruction:
+        index, rule, edges, repeated = step
+        outputs = tuple([(index, i) for i in range(self.num_outputs[index])])
         if rule is None:
-            return Instruction(place, None, spots, (), False, False, False, True)
-        function, in_head = step.function, place in self.head.nodes
-        targets = [None if in_head and spot in exact else self.targets.get(spot) for spot in edges]
-        targets = [t and t._replace(rider=riders.get(t.spot[0])) for t in targets]
+            return Instruction(index, None, outputs, (), False, False, False, True)
+        function, in_head = step.function, index in self.head.nodes
+        targets = [None if in_head and key in known else self.targets.get(key) for key in edges]
+        targets = [target and target._replace(fused=fused.get(target.key[0])) for target in targets]
         if rule.transposed is not None and not repeated:
-            last = targets[-1] and targets[-1].rider
-            if last is not None and self.rules[last.place] is TRANSPOSE:
+            last = targets[-1] and targets[-1].fused
+            if last is not None and self.rules[last.node_index] is TRANSPOSE:
                 function, targets[-1] = rule.transposed, last.targets[0]
-        bends, keeps_gradient = rule.uses_gradient(repeated), in_head or not self.gauss_newton
-        return Instruction(place, function, spots, tuple(targets), rule.many, rule.contraction, bends, keeps_gradient)
+        is_curved, keeps_gradient = rule.uses_gradient(repeated), in_head or not self.gauss_newton
+        return Instruction(index, function, outputs, tuple(targets), rule.many, rule.contraction, is_curved, keeps_gradient)
 
     def waits_for_gradient(self, instruction: Instruction) -> bool:
         if instruction.function is None:
-            return instruction.place in self.hooked_leaves  # these may clear the gradient that says whether there was one
-        return instruction.many or (instruction.bends and (instruction.keeps_gradient or self.is_large(instruction)))
+            return (
+                instruction.node_index in self.hooked_leaves
+            )  # their hooks may clear the gradient that says whether there was one
+        return instruction.many or (instruction.is_curved and (instruction.keeps_gradient or self.is_large(instruction)))
 
     def is_large(self, instruction: Instruction) -> bool:
-        """Whether riding would cost memory: curvature would run far ahead of the pass, which frees tensors on its way."""
-        return any(spot in self.targets and self.targets[spot].shape.numel() > MOST_RIDING for spot in instruction.spots)
+        """Whether fusing would cost memory: curvature would run far ahead of the pass, which frees tensors on its way."""
+        return any(key in self.targets and self.targets[key].shape.numel() > MAX_FUSED_NUMEL for key in instruction.outputs)
 
 
-_blueprints: dict[object, Blueprint] = {}
+_schedules: BoundedCache[Schedule] = BoundedCache(MAX_SCHEDULES)
 
 
-def blueprint_of(
-    reading: Reading,
-    ends: frozenset[Spot] | None,
-    wanted: frozenset[Spot] | None,
+def schedule_for(
+    graph: Graph,
+    ends: frozenset[TensorKey] | None,
+    requested: frozenset[TensorKey] | None,
     options: tuple[str, str, str, torch.dtype | None],
-) -> Blueprint:
-    """The blueprint of a graph; the first node that no rule serves raises."""
-    key = reading.structure, ends, wanted, options
-    blueprint = _blueprints.get(key)
-    if blueprint is not None:
-        return blueprint
+) -> Schedule:
+    """The schedule of a graph. The first node that no rule serves raises."""
+    key = graph.signature, ends, requested, options
+    known = _schedules.get(key)
+    if known is not None:
+        return known
+    schedule = make_schedule(graph, ends, requested, options)
+    if any(rule is brute_force.RULE for rule in schedule.rules.values()):
+        return schedule  # it is made anew at every step, since that is what warns of brute force
+    return _schedules.setdefault(key, schedule)
+
+
+def make_schedule(
+    graph: Graph,
+    ends: frozenset[TensorKey] | None,
+    requested: frozenset[TensorKey] | None,
+    options: tuple[str, str, str, torch.dtype | None],
+) -> Schedule:
     method, head, fallback, curvature_dtype = options
     check_choices(method=method, head=head, fallback=fallback, curvature_dtype=curvature_dtype)
-    kept = wanted or frozenset()
-    edges = {(reading.nodes[place], i) for place, i in kept}
-    order = topological(reading.nodes[0])
-    steps = steps_of(order if wanted is None else leading_to(order, edges), method=method, fallback=fallback)
-    found = heads.Head.empty()
+    keys = requested or frozenset()
+    edges = {(graph.nodes[index], i) for index, i in keys}
+    order = topological(graph.nodes[0])
+    steps = steps_of(order if requested is None else leading_to(order, edges), method=method, fallback=fallback)
+    found = Head.empty()
     if method != "bl89" and (head == "exact" or method == "hesscale_gn"):
-        found = heads.find(steps, None if ends is None else {(reading.nodes[place], i) for place, i in ends}, edges)
-    blueprint = Blueprint(steps, found, kept, method == "hesscale_gn", reading)
-    if all(step.rule is not brute_force.RULE for step in steps):  # which says so at every step
-        if len(_blueprints) >= MOST_BLUEPRINTS:
-            _blueprints.clear()
-        _blueprints[key] = blueprint
-    return blueprint
+        found = find_head(steps, None if ends is None else {(graph.nodes[index], i) for index, i in ends}, edges)
+    return Schedule(steps, found, keys, method == "hesscale_gn", graph)
 
 
-def renamed(step: Step, names: Names) -> Step:
+Labels = Mapping[Any, Any] | Sequence[Any]  # the index of each node, or the node of each index
+
+
+def relabel_step(step: Step, labels: Labels) -> Step:
     node, rule, edges, repeated = step
-    return Step(names[node], rule, tuple([(child if child is None else names[child], i) for child, i in edges]), repeated)
+    return Step(labels[node], rule, tuple([(child if child is None else labels[child], i) for child, i in edges]), repeated)
 
 
-def renamed_head(head: heads.Head, names: Names) -> heads.Head:
-    """A head with places for its nodes, or nodes for its places."""
-    return heads.Head(
-        frozenset([names[node] for node in head.nodes]),
-        [renamed(step, names) for step in head.steps],
-        frozenset([(names[node], i) for node, i in head.ends]),
-        {(names[node], i): verdict for (node, i), verdict in head.doubtful.items()},
+def relabel_head(head: Head, labels: Labels) -> Head:
+    """A head with indices for its nodes, or nodes for its indices."""
+    return Head(
+        frozenset([labels[node] for node in head.nodes]),
+        [relabel_step(step, labels) for step in head.steps],
+        frozenset([(labels[node], i) for node, i in head.ends]),
+        {(labels[node], i): structure for (node, i), structure in head.inexact.items()},
     )
 
 
-def target(spot: Spot, meta: Any) -> Target:
-    return Target(spot, torch.Size(meta.shape), carrier(meta.dtype), meta.device)
+def make_target(key: TensorKey, meta: Any) -> Target:
+    return Target(key, torch.Size(meta.shape), diagonal_dtype(meta.dtype), meta.device)

@@ -20,14 +20,14 @@ from torch import Tensor
 
 from ..engine.arguments import as_tensors, check_loss
 from ..engine.nodes import Edge, Node, edge_of, topological
-from ..engine.propagate import own
+from ..engine.propagate import dense_copy
 from . import methods
 from .layers import products_of_weights as products_of_weights
 from .outputs import Outputs
 from .per_sample import ggn_mc_per_sample
-from .rows import MOST_NUMBERS, Diagonals
+from .rows import MAX_NUMBERS, Diagonals
 
-ROWS_AT_ONCE = 256  # vectors in one batched backward pass
+MAX_ROWS = 256  # vectors in one batched backward pass
 
 
 def estimate(
@@ -72,7 +72,7 @@ def estimate(
     given = as_tensors(params, "params")
     with torch.no_grad():
         diagonals = ESTIMATORS[method](Request(loss, given, num_samples, outputs, generator, retain_graph))
-        return tuple([own(diagonal, p) for diagonal, p in zip(diagonals, given, strict=True)])
+        return tuple([dense_copy(diagonal, p) for diagonal, p in zip(diagonals, given, strict=True)])
 
 
 def names() -> tuple[str, ...]:
@@ -109,7 +109,7 @@ class Request:
     def at_once(self) -> int:
         """How many vectors to pull back in one pass."""
         largest: int = max([math.prod(meta.shape) for node in self.order for meta in node._input_metadata])
-        return max(1, min(ROWS_AT_ONCE, MOST_NUMBERS // max(1, largest)))
+        return max(1, min(MAX_ROWS, MAX_NUMBERS // max(1, largest)))
 
     @cached_property
     def model_outputs(self) -> Outputs:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from ..engine import heads
 from ..engine.arguments import output_edges
 from ..engine.dispatch import Step, custom_rule
+from ..engine.head_structure import Head, find_head
 from ..engine.nodes import LEAF, Edge, Node, edge_of, inputs_of, leading_to, metadata, pull, topological
 from ..errors import UnsupportedOperator
 from ..rules import RULES, Rule
@@ -47,7 +47,7 @@ class Outputs:
 
     def __init__(self, request: Request) -> None:
         self.request = request
-        self.head = find_head(request)
+        self.head = head_of(request)
         self.stops = {node for node, _ in self.head.ends}
         reached = {node for node, _ in request.edges}.union(leading_to(request.order, request.edges))
         tensors = dict.fromkeys([edge for step in self.head.steps for edge in step.edges])
@@ -230,7 +230,7 @@ def is_linear(step: Step) -> bool:
     assert step.rule is not None
     live = [i for i, (node, _) in enumerate(step.edges) if node is not None]
     apart = len(live) == 1 or not (step.rule.joint and step.rule.mixed)
-    return apart and not any(step.rule.bends(i) for i in live)
+    return apart and not any(step.rule.is_curved(i) for i in live)
 
 
 AVERAGES = (
@@ -240,10 +240,10 @@ AVERAGES = (
 UNKNOWN = Rule(lambda *_: None, "unknown", "an operator without a rule")
 
 
-def find_head(request: Request) -> heads.Head:
+def head_of(request: Request) -> Head:
     """Where the model ends: as :func:`hesscale.backward` finds it, though only the head's operators have to be known here."""
     ends = output_edges(request.chosen_outputs, request.loss, request.order)
-    head = heads.find([lenient_step(node) for node in request.order], ends, ())
+    head = find_head([lenient_step(node) for node in request.order], ends, ())
     if not head.nodes:
         raise ValueError(
             f"the loss itself comes out of {request.order[0].name()}, so that no model outputs are found before it. "

@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..engine.dispatch import diagonal_dtype
 from ..engine.nodes import Node, metadata
-from ..engine.propagate import carrier
 from ..rules.bilinear import squared
 from ..rules.registry import saved
 from .layers import PRODUCTS, TRANSPOSES, Use, input_of_product, is_of_layer, to_parameter, uses_of
 from .outputs import describe, refuse_leaves
-from .rows import MOST_NUMBERS, Diagonals, add_to
+from .rows import MAX_NUMBERS, Diagonals, add_to
 from .samples import check_apart
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def ggn_mc_per_sample(request: Request) -> Diagonals:
         for use in uses:
             a, b = at[(use.node, 0)]
             if a is not None and b is not None and outputs.sample_count:
-                vectors = [v.to(carrier(v.dtype)) for v in ([a] if a is b else [a, b])]
+                vectors = [v.to(diagonal_dtype(v.dtype)) for v in ([a] if a is b else [a, b])]
                 share = share_of(use, vectors, outputs.sample_count) / request.num_samples
                 add_to(total, use.param, to_parameter(share, use.node, use.place, request.edges[use.param]))
     return total
@@ -141,7 +141,7 @@ def sum_of_squares(left: Sequence[Tensor], right: Sequence[Tensor]) -> Tensor:
     """Σ_rn (Σ_p l_rngop r_rngcp)², of shape (g, o, c), some samples at a time."""
     pairs = [(left[0], right[0]), (left[-1], right[-1])][: max(len(left), len(right))]
     samples, numbers = left[0].shape[1], math.prod(left[0].shape[2:4]) * right[0].shape[3] * max(len(left[0]), len(right[0]))
-    at_once = max(1, MOST_NUMBERS // numbers)
+    at_once = max(1, MAX_NUMBERS // numbers)
     found = []
     for some in (slice(start, start + at_once) for start in range(0, samples, at_once)):
         found.append(square([torch.einsum("rngop,rngcp->rngoc", a[:, some], b[:, some]) for a, b in pairs]))

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..engine import heads
+from ..engine.dispatch import diagonal_dtype
+from ..engine.head_values import agree
 from ..engine.nodes import Edge, edge_of, gradient_edge, is_once_differentiable, metadata, pull
-from ..engine.propagate import carrier
 from ..errors import UnsupportedOperator
 
 if TYPE_CHECKING:
     from . import Request
 
-MOST_NUMBERS = 2**22  # in the largest tensor of a batched backward pass
+MAX_NUMBERS = 2**22  # in the largest tensor of a batched backward pass
 
 Diagonals = Sequence[Tensor | None]  # one per parameter, None for zero
 
@@ -44,7 +44,7 @@ def diagonal_if_alone(products: Callable[[Tensor], Tensor], like: Tensor) -> Ten
     z = torch.rand(len(like), generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float64, device="cpu").to(like) + 0.5
     diagonal, product = products(torch.stack([torch.ones_like(z), z]))
     predicted = diagonal * z
-    return diagonal if not len(like) or bool(heads.agree(product, predicted, predicted.abs())) else None
+    return diagonal if not len(like) or bool(agree(product, predicted, predicted.abs())) else None
 
 
 def gradients_at(request: Request, edges: Sequence[Edge]) -> list[Tensor | None]:
@@ -110,7 +110,7 @@ def add_products(total: list[Tensor | None], left: Diagonals, right: Diagonals, 
     """Add Σ a ∘ b over rows to each parameter's total."""
     for k, (a, b) in enumerate(zip(left, right, strict=True)):
         if a is not None and b is not None:
-            dtype = carrier(a.dtype)
+            dtype = diagonal_dtype(a.dtype)
             product = (a.to(dtype) * b.to(dtype)).sum(0)
             add_to(total, k, product if scale == 1 else product * scale)
 

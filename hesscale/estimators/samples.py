@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..engine import heads
+from ..engine.head_values import agree
 from ..engine.nodes import Edge, Node, leading_to, metadata, topological
 from ..rules import RULES
 from ..rules.registry import dimension, saved
@@ -136,4 +136,4 @@ def has_blocks(outputs: Outputs, count: int) -> bool:
     sizes = [math.prod(shape) // count for shape in outputs.shapes]
     c = torch.cat([of_sample.repeat_interleave(size) for size in sizes])
     product, scaled = outputs.products(torch.stack([v, c * v]))[0]
-    return bool(heads.agree(scaled, c * product, (c * product).abs()))
+    return bool(agree(scaled, c * product, (c * product).abs()))

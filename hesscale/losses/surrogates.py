@@ -15,8 +15,8 @@ class Phi(NamedTuple):
     """φ(l) with φ' and φ'', sample by sample; no φ'' where φ is linear."""
 
     value: Tensor
-    slope: Tensor
-    bend: Tensor | None
+    first: Tensor
+    second: Tensor | None
 
 
 Outer = Callable[..., Phi]  # (log_prob, *constants)
@@ -41,15 +41,15 @@ def clipped(clip: float, log_prob: Tensor, advantages: Tensor, old_log_prob: Ten
     ratio = (log_prob - old_log_prob).exp()
     bounded = ratio.clamp(1 - clip, 1 + clip)
     free, held = ratio * advantages, bounded * advantages
-    slope = -torch.where(free > held, 0.0, free)
-    slope = torch.where((free == held) & (ratio != bounded), slope / 2, slope)
-    return Phi(-torch.minimum(free, held), slope, slope)
+    first = -torch.where(free > held, 0.0, free)
+    first = torch.where((free == held) & (ratio != bounded), first / 2, first)
+    return Phi(-torch.minimum(free, held), first, first)
 
 
 def chain(outer: Phi, pairs: Sequence[Pair | None]) -> Known:
     """φ(l(x)) from φ and the derivatives of l."""
-    value, slope, bend = outer.value, outer.slope.unsqueeze(-1), outer.bend
-    if bend is None:
-        return Known(value, [pair and (slope * pair[0], slope * pair[1]) for pair in pairs])
-    bend = bend.unsqueeze(-1)
-    return Known(value, [pair and (slope * pair[0], bend * pair[0].square() + slope * pair[1]) for pair in pairs])
+    value, first, second = outer.value, outer.first.unsqueeze(-1), outer.second
+    if second is None:
+        return Known(value, [pair and (first * pair[0], first * pair[1]) for pair in pairs])
+    second = second.unsqueeze(-1)
+    return Known(value, [pair and (first * pair[0], second * pair[0].square() + first * pair[1]) for pair in pairs])

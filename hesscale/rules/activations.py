@@ -38,14 +38,14 @@ def by_node(*names: str) -> Callable[[Second], Second]:
     return register
 
 
-def factored(node: Node, s: Share, bend: Share, rate: float = 1) -> Share:
-    """f' (f' s + rate · bend), for f'' g = rate · f' · bend; a bend that nobody else holds is freed on the way."""
+def factored(node: Node, s: Share, term: Share, rate: float = 1) -> Share:
+    """f' (f' s + rate · term), for f'' g = rate · f' · term; a term that nobody else holds is freed on the way."""
     if s is None:
-        return None if bend is None else node(bend if rate == 1 else bend * rate)
+        return None if term is None else node(term if rate == 1 else term * rate)
     inner = node(s)
-    if bend is not None:
-        inner.add_(bend, alpha=rate)
-    del bend
+    if term is not None:
+        inner.add_(term, alpha=rate)
+    del term
     return node(inner)
 
 
@@ -146,8 +146,8 @@ def gelu_by_tanh(x: Tensor, square: Tensor) -> Tensor:
     k, c = math.sqrt(2 / math.pi), 0.044715
     t = (square * (k * c)).add_(k).mul_(x).tanh_()
     cubic = square * (3 * k * c)  # u' = k + cubic, x u'' = 2 cubic
-    bend = torch.addcmul(2 * cubic + k, cubic.add_(k).square_().mul_(x), t, value=-1)
-    return aten.tanh_backward(bend, t)
+    second = torch.addcmul(2 * cubic + k, cubic.add_(k).square_().mul_(x), t, value=-1)
+    return aten.tanh_backward(second, t)
 
 
 @by_node("SiluBackward0")
@@ -163,8 +163,8 @@ def mish(node: Node) -> Tensor:
     """p = σ(x), t = tanh(log(1 + eˣ)): f' = t + x p (1 − t²), f'' = p (1 − t²) (2 + x (1 − p − 2tp))"""
     x = saved(node, "self")
     p, t = torch.sigmoid(x), F.softplus(x).tanh_()
-    bend = (1 - p).addcmul_(t, p, value=-2).mul_(x).add_(2)
-    return aten.tanh_backward(bend.mul_(p), t)
+    second = (1 - p).addcmul_(t, p, value=-2).mul_(x).add_(2)
+    return aten.tanh_backward(second.mul_(p), t)
 
 
 @by_node("HardswishBackward0")

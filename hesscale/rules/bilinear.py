@@ -1,21 +1,19 @@
 """Products: y is linear in each factor, so its own backward with the other factors squared gives their shares (Eq. 3).
 
-Mixed second derivatives ∂²y/∂A∂B are not zero: where one tensor is both factors they are its own, and g matters too. Products are
-computed in the dtype of s.
-Distances between all rows of two matrices, which are products in disguise, follow.
+Mixed second derivatives ∂²y/∂A∂B are not zero. Where one tensor is both factors, they are its own second derivatives, and g
+matters too. Products are computed in the dtype of s.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .reductions import norm_bend, norm_slopes, plus
-from .registry import Node, Share, chain, dimension, linear, needs, rule, saved
+from .reductions import plus
+from .registry import Node, Share, dimension, linear, needs, saved
 
 SUMMAND = "its summand is also one of its factors, which its curvature rule does not cover; write the product and the sum apart"
 SPARSE = "a sparse factor needs a gradient, and curvature is dense; make it dense, or detach it"
@@ -314,68 +312,3 @@ def linear_layer(node: Node, s: Tensor) -> list[Share]:
 
 def by_rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
-
-
-# distances between all pairs of rows
-
-
-def euclidean_same(node: Node, g: Share, s: Share) -> list[Share]:
-    """y_ij = ‖x_i − x_j‖: one share as the left row and one as the right"""
-    return [plus(*euclidean(node, g, s)), None]
-
-
-@rule("EuclideanDistBackward0", same=euclidean_same)
-def euclidean(node: Node, g: Share, s: Share) -> list[Share]:
-    """y_ij = ‖x_i − z_j‖, a = (s − g/y)/y²: s_x at i is Σ_j a_ij (x_i − z_j)² + g_ij/y_ij, and so for z; zero at y = 0
-
-    The square is multiplied out, here as in y, so that all is matrix products; a y within rounding of zero counts as zero.
-    """
-    x, z, y = saved(node, "x1"), saved(node, "x2"), saved(node, "result")
-    scale = (x * x).sum(-1).unsqueeze(-1) + (z * z).sum(-1).unsqueeze(-2)
-    rounding = (2 + x.shape[-1] ** 0.5) * torch.finfo(node._input_metadata[0].dtype).eps * scale
-    inverse = torch.where(y * y <= rounding, 0, 1 / y)
-    bend = None if g is None else g * inverse
-    slope = plus(s, None if bend is None else -bend)
-    if slope is None:
-        return [None, None]
-    slope = slope * inverse**2
-    center = z.mean(-2, keepdim=True)
-
-    def share(x: Tensor, z: Tensor, slope: Tensor, bend: Share) -> Tensor:
-        squares = x * x * slope.sum(-1, keepdim=True) - 2 * x * (slope @ z) + slope @ (z * z)
-        return squares if bend is None else squares + bend.sum(-1, keepdim=True)
-
-    left = share(x - center, z - center, slope, bend) if needs(node, 0) else None
-    right = share(z - center, x - center, slope.mT, None if bend is None else bend.mT) if needs(node, 1) else None
-    return [left, right]
-
-
-def cdist_same(node: Node, g: Share, s: Share) -> list[Share]:
-    """y_ij = ‖x_i − x_j‖ in any norm: one share as the left row and one as the right"""
-    return [plus(*cdist(node, g, s)), None]
-
-
-@rule("CdistBackward0", same=cdist_same)
-def cdist(node: Node, g: Share, s: Share) -> list[Share]:
-    """y_ij = ‖x_i − z_j‖ in any norm: the norm's rule for every pair, in as much memory as all differences take"""
-    pairs = distance(saved(node, "x1").unsqueeze(-2) - saved(node, "x2").unsqueeze(-3), node, g, s)
-    return [None if pairs is None or not needs(node, i) else pairs.sum(dim) for i, dim in enumerate((-2, -3))]
-
-
-@rule("PdistBackward0")
-def pdist(node: Node, g: Share, s: Share) -> Share:
-    """y = ‖x_i − x_j‖ for i < j, in any norm: the norm's rule for every pair, its share for both of them"""
-    x = saved(node, "self")
-    first, second = torch.triu_indices(len(x), len(x), 1, device=x.device)
-    pairs = distance(x[first] - x[second], node, g, s)
-    return None if pairs is None else torch.zeros_like(x).index_add(0, first, pairs).index_add(0, second, pairs)
-
-
-def distance(difference: Tensor, node: Node, g: Share, s: Share) -> Share:
-    """The share of every difference, along the last dimension, from the norm that is their distance."""
-    p, y = saved(node, "p"), saved(node, "result").unsqueeze(-1)
-    g, s = (None if t is None else t.unsqueeze(-1) for t in (g, s))
-    if math.isinf(p):
-        return chain(difference.sgn() * (difference.abs() == y), None, g, s)
-    slope, ratio = norm_slopes(difference, y, p, (-1,))
-    return chain(slope, norm_bend(slope, ratio, y, p), g, s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -12,67 +13,80 @@ from ..engine.nodes import Node, call, derivative, is_once_differentiable
 from ..errors import CurvatureWarning, UnsupportedOperator
 from .registry import Rule, Share
 
-MOST_ENTRIES = 4096
+MAX_ENTRIES = 4096
 
 
 def brute_force(node: Node, g: tuple[Share, ...], s: tuple[Share, ...]) -> list[Share]:
     """s_x = Σ_k s_k (∂y_k/∂x)² + Σ_k g_k ∂²y_k/∂x², one backward call per entry of y and of x"""
     shares: list[Share] = [None] * len(node.next_functions)
-    unique = {edge: node.next_functions.index(edge) for edge in node.next_functions if edge[0] is not None}
+    add_squares(shares, node, s)
+    if any(gradient is not None for gradient in g):
+        add_second_derivatives(shares, node, g)
+    return shares
 
-    def pull(cotangents: list[Share]) -> dict[int, Tensor]:
-        """Jᵀv for each distinct input, summed to its shape, and over the places where one tensor stands."""
-        total: dict[int, Tensor] = {}
-        for edge, value in zip(node.next_functions, call(node, cotangents), strict=True):
-            if edge[0] is not None and value is not None:
-                value = value.sum_to_size(edge[0]._input_metadata[edge[1]].shape)
-                i = unique[edge]
-                total[i] = value if i not in total else total[i] + value
-        return total
 
-    def add(i: int, share: Tensor) -> None:
-        present = shares[i]
-        shares[i] = share if present is None else present + share
-
-    zeros = [torch.zeros(m.shape, dtype=m.dtype, device=m.device) for m in node._input_metadata]
+def add_squares(shares: list[Share], node: Node, s: tuple[Share, ...]) -> None:
+    """Σ_k s_k (∂y_k/∂x)²"""
+    zeros = zero_cotangents(node)
     for k, s_k in enumerate(s):
         for j in range(0 if s_k is None else s_k.numel()):
             assert s_k is not None
             unit = zeros[k].clone()
             unit.view(-1)[j] = 1
-            for i, row in pull([*zeros[:k], unit, *zeros[k + 1 :]]).items():
-                add(i, row.detach() ** 2 * s_k.reshape(-1)[j])
-    if any(gradient is not None for gradient in g):
-        with torch.enable_grad():
-            pulled = pull([z if v is None else v.to(z.dtype) for z, v in zip(zeros, g, strict=True)])
-        for edge, i in unique.items():
-            if i in pulled and pulled[i].requires_grad:
-                if is_once_differentiable(pulled[i]):
-                    raise UnsupportedOperator(
-                        f"PyTorch cannot differentiate {node.name()} twice, so fallback='exact' cannot either"
-                    )
-                second = torch.zeros(pulled[i].numel(), dtype=pulled[i].dtype, device=pulled[i].device)
-                for j in range(len(second)):
-                    unit = torch.zeros_like(second)
-                    unit[j] = 1
-                    column = derivative(pulled[i], edge, unit.reshape(pulled[i].shape), node)
-                    if column is not None:
-                        second[j] = column.reshape(-1)[j]
-                add(i, second.reshape(pulled[i].shape))
-    return shares
+            for i, row in pull_distinct(node, [*zeros[:k], unit, *zeros[k + 1 :]]).items():
+                add(shares, i, row.detach() ** 2 * s_k.reshape(-1)[j])
+
+
+def add_second_derivatives(shares: list[Share], node: Node, g: tuple[Share, ...]) -> None:
+    """Σ_k g_k ∂²y_k/∂x², by differentiating Jᵀg entry by entry"""
+    with torch.enable_grad():
+        pulled = pull_distinct(node, [z if v is None else v.to(z.dtype) for z, v in zip(zero_cotangents(node), g, strict=True)])
+    for i, gradient in pulled.items():
+        if not gradient.requires_grad:
+            continue
+        if is_once_differentiable(gradient):
+            raise UnsupportedOperator(f"PyTorch cannot differentiate {node.name()} twice, so fallback='exact' cannot either")
+        second = torch.zeros(gradient.numel(), dtype=gradient.dtype, device=gradient.device)
+        for j in range(len(second)):
+            unit = torch.zeros_like(second)
+            unit[j] = 1
+            column = derivative(gradient, node.next_functions[i], unit.reshape(gradient.shape), node)
+            if column is not None:
+                second[j] = column.reshape(-1)[j]
+        add(shares, i, second.reshape(gradient.shape))
+
+
+def pull_distinct(node: Node, cotangents: Sequence[Share]) -> dict[int, Tensor]:
+    """Jᵀv for each distinct input, by the first position where it stands, in its shape and summed over all its positions."""
+    total: dict[int, Tensor] = {}
+    for edge, value in zip(node.next_functions, call(node, cotangents), strict=True):
+        if edge[0] is not None and value is not None:
+            value = value.sum_to_size(edge[0]._input_metadata[edge[1]].shape)
+            i = node.next_functions.index(edge)
+            total[i] = value if i not in total else total[i] + value
+    return total
+
+
+def zero_cotangents(node: Node) -> list[Tensor]:
+    return [torch.zeros(m.shape, dtype=m.dtype, device=m.device) for m in node._input_metadata]
+
+
+def add(shares: list[Share], i: int, share: Tensor) -> None:
+    present = shares[i]
+    shares[i] = share if present is None else present + share
 
 
 def too_large(node: Node) -> int:
     """How many entries the largest tensor at this node has, if that is over the limit."""
     edges = [(node, i) for i in range(len(node._input_metadata))] + [e for e in node.next_functions if e[0] is not None]
     largest = max(math.prod(n._input_metadata[i].shape) for n, i in edges)
-    return largest if largest > MOST_ENTRIES else 0
+    return largest if largest > MAX_ENTRIES else 0
 
 
 def rule_for(node: Node, reason: str) -> Rule:
     """The brute-force rule for a node that has none, if it is small enough."""
     if size := too_large(node):
-        raise UnsupportedOperator(f"{reason} (fallback='exact' takes at most {MOST_ENTRIES} entries; a tensor here has {size}.)")
+        raise UnsupportedOperator(f"{reason} (fallback='exact' takes at most {MAX_ENTRIES} entries; a tensor here has {size}.)")
     warnings.warn(f"computing the curvature of {node.name()} by brute force: {reason}", CurvatureWarning, stacklevel=2)
     return RULE
 

@@ -48,8 +48,8 @@ def twice_the_same(node: Node, g: Share, s: Share) -> list[Share]:
             share = s * first.to(s.dtype) ** 2
         if g is not None:
             gradient = sum(node(g.to(y.dtype)))
-            bend = derivative(gradient, node.next_functions[0], torch.ones_like(gradient), node)
-            share = bend if share is None or bend is None else share + bend
+            term = derivative(gradient, node.next_functions[0], torch.ones_like(gradient), node)
+            share = term if share is None or term is None else share + term
     return [share, None]
 
 
@@ -145,8 +145,8 @@ def multi_margin(node: Node, g: Share, s: Share) -> Share:
         second = second * weight[target]
     if saved(node, "reduction") == MEAN:
         second = second / rows.shape[0]
-    bend = (g.reshape(-1, 1) * second).reshape(x.shape)
-    return bend if share is None else share + bend
+    term = (g.reshape(-1, 1) * second).reshape(x.shape)
+    return term if share is None else share + term
 
 
 REFUSED["CtcLoss"] = (

@@ -123,8 +123,8 @@ def of_statistics(normed: Tensor, scale: Tensor, m: int, s_mean: Share, g_scale:
     """The input's share by way of x̄ and 1/σ: ∂x̄ = 1/m, ∂(1/σ) = −x̂/(m σ²), ∂²(1/σ) = (3 x̂²/m − 1 + 1/m)/(m σ³)"""
     share = torch.zeros_like(normed) if s_mean is None else (s_mean / m**2).expand_as(normed).clone()
     second = (3 / m * normed**2 - 1 + 1 / m) * scale**3 / m
-    bend = chain(normed * scale**2 / m, second, g_scale, s_scale)
-    return share if bend is None else share.add_(bend)
+    by_scale = chain(normed * scale**2 / m, second, g_scale, s_scale)
+    return share if by_scale is None else share.add_(by_scale)
 
 
 @rule(

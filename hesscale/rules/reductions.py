@@ -239,7 +239,7 @@ def norm(node: Node, g: Share, s: Share) -> Share:
     keepdim = not everything and saved(node, "keepdim")
     y, g, s = (restored(t, dims, keepdim) for t in (saved(node, "result"), g, s))
     first, ratio = norm_slopes(x, y, p, dims)
-    return chain(first, norm_bend(first, ratio, y, p), g, s)
+    return chain(first, norm_curvature(first, ratio, y, p), g, s)
 
 
 def exponent(node: Node) -> float:
@@ -248,7 +248,7 @@ def exponent(node: Node) -> float:
 
 
 def norm_slopes(x: Tensor, y: Tensor, p: float, dims: tuple[int, ...]) -> tuple[Share, Share]:
-    """∂y/∂x_i, and r_i^(p−2) where the norm bends; both zero at singular points."""
+    """∂y/∂x_i, and r_i^(p−2) where the norm is curved; both zero at singular points."""
     if p == 0:
         return None, None
     if p == 1:
@@ -261,7 +261,7 @@ def norm_slopes(x: Tensor, y: Tensor, p: float, dims: tuple[int, ...]) -> tuple[
     return torch.where(singular, 0, x.sgn() * r ** (p - 1)), torch.where(singular, 0, r ** (p - 2))
 
 
-def norm_bend(first: Share, ratio: Share, y: Tensor, p: float) -> Share:
+def norm_curvature(first: Share, ratio: Share, y: Tensor, p: float) -> Share:
     """∂²y/∂x² from both sums over what is one variable: (p − 1)(Σ r^(p−2) − (Σ ∂y/∂x)²)/y"""
     if first is None or ratio is None:
         return None
@@ -277,7 +277,7 @@ def dist(node: Node, g: Share, s: Share) -> list[Share]:
 
     def share(shape: torch.Size) -> Share:
         slope, summed = (None if t is None else t.sum_to_size(shape) for t in (first, ratio))
-        return chain(slope, norm_bend(slope, summed, y, p), g, s)
+        return chain(slope, norm_curvature(slope, summed, y, p), g, s)
 
     return [share(t.shape) if needs(node, i) else None for i, t in enumerate((a, b))]
 
@@ -290,7 +290,7 @@ def renorm(node: Node, g: Share, s: Share) -> Share:
     dims = tuple(d for d in range(x.dim()) if d != kept)
     length = torch.linalg.vector_norm(x, p, dims, keepdim=True)
     first, ratio = norm_slopes(x, length, p, dims)
-    second = norm_bend(first, ratio, length, p)
+    second = norm_curvature(first, ratio, length, p)
     h = 1 / (length + 1e-7)
     h1 = torch.zeros_like(x) if first is None else -first * h**2
     h2 = 2 * h1 * h1 / h - (0 if second is None else second * h**2)

@@ -70,7 +70,7 @@ class Rule:
     transposed: RuleFunction | None = None
     refuse: Callable[[Node], str | None] | None = None
 
-    def bends(self, index: int) -> bool:
+    def is_curved(self, index: int) -> bool:
         """Whether ∂²y/∂x² may differ from zero for this input."""
         return self.curved[index] if isinstance(self.curved, tuple) else self.curved
 

@@ -12,13 +12,13 @@ def softmax(node: Node, g: Share, s: Share) -> Share:
     """q = y: w_i − 2 q_i w_i + q_i² Σ_k s_k q_k² with w_i = s_i q_i² + q_i (g_i − Σ_k g_k q_k)"""
     q = saved(node, "result")
     dim = dimension(saved(node, "dim"), q.dim())
-    bend = None if g is None else through_softmax(q, g, dim)
+    term = None if g is None else through_softmax(q, g, dim)
     if s is None:
-        return None if bend is None else bend * (1 - 2 * q)
+        return None if term is None else term * (1 - 2 * q)
     w = (s * q).mul_(q)
     share = q * w.sum(dim, keepdim=True)
-    if bend is not None:
-        w += bend
+    if term is not None:
+        w += term
     return share.sub_(w, alpha=2).mul_(q).add_(w)
 
 

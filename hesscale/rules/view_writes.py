@@ -120,10 +120,10 @@ def write_into_view(node: Node, g: Share, s: Share) -> list[Share]:
     shares: list[Share] = [None] * len(node.next_functions) if s is None else squares(node, s, write.numbers)
     if g is None or not write.curved:
         return shares
-    for i, bend in enumerate(bends(node, g)):
+    for i, term in enumerate(gradient_terms(node, g)):
         share = shares[i]
-        if bend is not None:
-            shares[i] = bend if share is None else share.sum_to_size(bend.shape) + bend
+        if term is not None:
+            shares[i] = term if share is None else share.sum_to_size(term.shape) + term
     return shares
 
 
@@ -141,7 +141,7 @@ def squares(node: Node, s: Tensor, numbers: frozenset[int]) -> list[Share]:
     ]
 
 
-def bends(node: Node, g: Tensor) -> list[Share]:
+def gradient_terms(node: Node, g: Tensor) -> list[Share]:
     """∂(Jᵀg)/∂x by autograd, where J depends on x."""
     with torch.enable_grad():
         gradients = pulled(node, g.to(node._input_metadata[0].dtype))

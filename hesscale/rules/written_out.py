@@ -1,4 +1,4 @@
-"""Gradients of operators whose own PyTorch would differentiate wrongly, written out in others that it differentiates rightly."""
+"""Gradients that PyTorch differentiates wrongly, written out in operators that it differentiates rightly."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..engine.nodes import REPAIRS
+from ..engine.nodes import BACKWARD_OVERRIDES
 from .registry import dimension, saved
 
 Gradients = list[Tensor | None]
@@ -17,7 +17,7 @@ Gradients = list[Tensor | None]
 def of_norm(channel: int) -> Callable[[Any, Sequence[Tensor | None], Gradients], Gradients]:
     """Normalisation without a weight, whose second derivatives leave out the bias: its gradient is the sum of what comes."""
 
-    def repaired(node: Any, cotangents: Sequence[Tensor | None], pulled: Gradients) -> Gradients:
+    def override(node: Any, cotangents: Sequence[Tensor | None], pulled: Gradients) -> Gradients:
         g, bias = cotangents[0], pulled[2]
         if g is None or bias is None or saved(node, "weight") is not None:
             return pulled
@@ -25,7 +25,7 @@ def of_norm(channel: int) -> Callable[[Any, Sequence[Tensor | None], Gradients],
         dims = [d for d in range(g.dim()) if d not in kept]
         return [*pulled[:2], g.sum(dims).to(bias.dtype) if dims else g.to(bias.dtype), *pulled[3:]]
 
-    return repaired
+    return override
 
 
 def of_logcumsumexp(node: Any, cotangents: Sequence[Tensor | None], pulled: Gradients) -> Gradients:
@@ -60,7 +60,7 @@ BATCH_NORMS = (
     *("NativeBatchNormLegitNoTrainingBackward0", "BatchNormWithUpdateBackward0", "BatchNormNoUpdateBackward0"),
     *("CudnnBatchNormBackward0", "MiopenBatchNormBackward0"),
 )
-REPAIRS.update(dict.fromkeys(BATCH_NORMS, of_norm(1)))
-REPAIRS["NativeLayerNormBackward0"] = of_norm(0)
-REPAIRS["LogcumsumexpBackward0"] = of_logcumsumexp
-REPAIRS["WeightNormInterfaceBackward0"] = of_weight_norm
+BACKWARD_OVERRIDES.update(dict.fromkeys(BATCH_NORMS, of_norm(1)))
+BACKWARD_OVERRIDES["NativeLayerNormBackward0"] = of_norm(0)
+BACKWARD_OVERRIDES["LogcumsumexpBackward0"] = of_logcumsumexp
+BACKWARD_OVERRIDES["WeightNormInterfaceBackward0"] = of_weight_norm

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from case_runner import build, expected, nodes_of
 from cases import CASES
 from oracle import Separable
-from test_rules import build, expected, nodes_of
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode

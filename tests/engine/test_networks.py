@@ -36,8 +36,10 @@ ACTIVATIONS = {
 }
 BATCH = 3
 
-# every run draws the same networks
-repeatable = settings(derandomize=True, deadline=None, max_examples=60, database=None)
+
+def networks(count: int):
+    """So many networks, the same in every run."""
+    return settings(derandomize=True, deadline=None, max_examples=count, database=None)
 
 
 class Sketch:
@@ -230,16 +232,24 @@ def check(sketch: Sketch, method: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["hesscale", "hesscale_gn"])
-@repeatable
+@networks(30)
 @given(sketch=perceptrons())
 def test_perceptrons_follow_the_recursion(method, sketch):
     check(sketch, method)
 
 
 @pytest.mark.parametrize("method", ["hesscale", "hesscale_gn"])
-@repeatable
+@networks(12)
 @given(sketch=convolutional())
 def test_convolutional_networks_follow_the_recursion(method, sketch):
+    check(sketch, method)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["hesscale", "hesscale_gn"])
+@networks(200)
+@given(sketch=perceptrons() | convolutional())
+def test_many_networks_follow_the_recursion(method, sketch):
     check(sketch, method)
 
 

@@ -7,8 +7,9 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from case_runner import build, compute
 from cases import CASES
-from test_rules import build, compute
+from oracle import hessian_diagonal
 from torch import nn
 
 import hesscale
@@ -127,3 +128,17 @@ def test_rules_in_low_precision(name, dtype):
             assert (s is None) == (expected is None)
             if s is not None:
                 assert_near(s, expected, LOOSE[dtype])
+
+
+def test_numbers_keep_their_digits():
+    """A Python number in a float64 model is not squared in the default dtype."""
+    x = torch.randn(3, dtype=torch.float64, requires_grad=True)
+    for loss in ((0.3 * x).square().sum(), (x / 0.7).square().sum()):
+        torch.testing.assert_close(hesscale.grad(loss, x, retain_graph=True)[1][0], hessian_diagonal(loss, x), rtol=1e-14, atol=0)
+
+
+def test_a_divisor_of_few_digits():
+    """A float32 divisor is not squared in float32 where the quotient is float64."""
+    x, y = torch.full((2,), 2.0, dtype=torch.float64, requires_grad=True), torch.full((2,), 1.5, dtype=torch.float32)
+    (found,) = hesscale.grad(((x / y) ** 2).sum(), [x])[1]
+    torch.testing.assert_close(found, torch.full_like(x, 2 / 1.5**2), rtol=1e-14, atol=0)

@@ -1,24 +1,23 @@
-"""What is decided once per structure of a graph must hold for every graph of it, and keep none of them alive."""
+"""What is decided once for all graphs of one structure must hold for each of them, and keep none of them alive."""
 
 from __future__ import annotations
 
+import dataclasses
 import gc
+import sys
+import weakref
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from oracle import hessian_diagonal
 from torch import nn
 
 import hesscale
-from hesscale.engine import schedule as blueprint
 from hesscale.rules import RULES
 
 pytestmark = pytest.mark.usefixtures("double_precision")
-
-
-@pytest.fixture(autouse=True)
-def no_blueprints(monkeypatch):
-    monkeypatch.setattr(blueprint, "_blueprints", {})
 
 
 def perceptron() -> nn.Sequential:
@@ -37,35 +36,79 @@ def diagonals(model: nn.Module, loss: torch.Tensor, **options) -> list[torch.Ten
     return [p.hess_diag for p in model.parameters()]
 
 
-def test_graphs_of_one_structure_share_a_blueprint():
+def entropy_loss(model: nn.Module, size: int = 5) -> torch.Tensor:
+    """Needs double backward through the head."""
+    torch.manual_seed(1)
+    logits = model(torch.randn(size, 4))
+    return (logits.softmax(1) * logits.log_softmax(1)).sum()
+
+
+def calls_of(function) -> int:
+    """How many functions of hesscale it calls."""
+    package, count = str(Path(hesscale.__file__).parent), 0
+
+    def profile(frame, event, _):
+        nonlocal count
+        count += event == "call" and frame.f_code.co_filename.startswith(package)
+
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_a_second_pass_decides_nothing_anew():
     model = perceptron()
-    first = diagonals(model, loss_of(model))
-    assert len(blueprint._blueprints) == 1
-    again = diagonals(model, loss_of(model))
-    assert len(blueprint._blueprints) == 1
+    losses = [loss_of(model, size=17) for _ in range(3)]
+    first, second, third = (calls_of(lambda loss=loss: hesscale.backward(loss)) for loss in losses)
+    assert first > 2 * second
+    assert second == third
+
+
+@pytest.mark.parametrize("options", [{"method": "hesscale_gn"}, {"method": "bl89"}, {"head": "rules"}])
+def test_options_are_told_apart(options):
+    """The same graph with and without them, in turn."""
+    model = perceptron()
+    first, plain, again = (diagonals(model, entropy_loss(model), **o) for o in (options, {}, options))
     torch.testing.assert_close(again, first, rtol=0, atol=0)
+    assert not torch.allclose(plain[0], first[0])
 
 
-@pytest.mark.parametrize("options", [{"method": "hesscale_gn"}, {"method": "bl89"}, {"head": "rules"}, {"fallback": "exact"}])
-def test_options_have_blueprints_of_their_own(options):
+def test_a_fallback_is_told_apart(monkeypatch):
+    monkeypatch.delitem(RULES, "TanhBackward0")
     model = perceptron()
-    alone = diagonals(model, loss_of(model), **options)
-    blueprint._blueprints.clear()
-    diagonals(model, loss_of(model))
-    torch.testing.assert_close(diagonals(model, loss_of(model), **options), alone, rtol=0, atol=0)
-    assert len(blueprint._blueprints) == 2
+    with pytest.warns(hesscale.CurvatureWarning, match="brute force"):
+        hesscale.backward(loss_of(model), fallback="exact")
+    with pytest.raises(hesscale.UnsupportedOperator, match="TanhBackward0"):
+        hesscale.backward(loss_of(model))
 
 
-def test_outputs_and_inputs_have_blueprints_of_their_own():
+def test_brute_force_warns_at_every_pass(monkeypatch):
+    monkeypatch.delitem(RULES, "TanhBackward0")
     model = perceptron()
-    diagonals(model, loss_of(model))
-    x, y = torch.randn(5, 4), torch.arange(5) % 3
+    for _ in range(2):
+        with pytest.warns(hesscale.CurvatureWarning, match="brute force"):
+            hesscale.backward(loss_of(model), fallback="exact")
+
+
+def test_outputs_and_inputs_are_told_apart():
+    """One graph, asked for different tensors and with different ends of the head, in turn and again."""
+    model, x, y = perceptron(), torch.randn(5, 4), torch.arange(5) % 3
     hidden = model[:2](x)
     logits = model[2](hidden)
-    hesscale.grad(F.cross_entropy(logits, y), [hidden], retain_graph=True)
-    hesscale.grad(F.cross_entropy(logits, y), [logits], retain_graph=True)
-    hesscale.grad(F.cross_entropy(logits, y), [hidden], outputs=logits)
-    assert len(blueprint._blueprints) == 4
+    loss = F.cross_entropy(logits, y)
+
+    def ask():
+        found = [hesscale.grad(loss, [tensor], retain_graph=True)[1][0] for tensor in (hidden, logits)]
+        return [*found, hesscale.grad(loss, [hidden], outputs=hidden, retain_graph=True)[1][0]]
+
+    first, again = ask(), ask()
+    torch.testing.assert_close(again, first, rtol=0, atol=0)
+    torch.testing.assert_close(first[1], hessian_diagonal(loss, logits))
+    torch.testing.assert_close(first[2], hessian_diagonal(loss, hidden))  # exact where the head ends, by recursion otherwise
+    assert not torch.allclose(first[0], first[2])
 
 
 @pytest.mark.parametrize("width", [1, 4])
@@ -128,41 +171,31 @@ def test_weights_used_elsewhere_too():
     torch.testing.assert_close(found, sum(parts))
 
 
-def test_the_number_of_blueprints_is_bounded(monkeypatch):
-    monkeypatch.setattr(blueprint, "MOST_BLUEPRINTS", 3)
+@pytest.mark.parametrize("make_loss", [loss_of, entropy_loss])
+def test_no_graph_is_kept_alive(make_loss):
     model = perceptron()
-    for size in range(1, 9):
-        diagonals(model, loss_of(model, size))
-        assert len(blueprint._blueprints) <= 3
+    loss = make_loss(model)
+    hesscale.backward(loss)
+    kept = [weakref.ref(thing) for thing in (loss, *model.parameters())]
+    del loss, model
+    gc.collect()
+    assert [ref() for ref in kept] == [None] * len(kept)
 
 
-def test_a_blueprint_holds_no_tensor_and_no_node():
-    model = perceptron()
-    diagonals(model, loss_of(model))
-    seen, stack = set(), list(blueprint._blueprints.items())
-    while stack:
-        thing = stack.pop()
-        if id(thing) in seen or isinstance(thing, type) or callable(thing):
-            continue
-        seen.add(id(thing))
-        assert not isinstance(thing, (torch.Tensor, torch.autograd.graph.Node))
-        stack += gc.get_referents(thing)
-    assert len(seen) > 50
+@pytest.mark.parametrize(("samples", "order"), [(8, ["rule", "gradient"]), (300, ["gradient", "rule"])])
+def test_large_activations_wait_for_the_pass(samples, order, monkeypatch):
+    """In a Gauss-Newton pass no rule needs a gradient, so curvature may run ahead of it; where that would hold much memory
+    (more than 2¹⁶ numbers in a tensor), it does not."""
+    events = []
+    rule = RULES["TanhBackward0"]
 
+    def function(node, g, s):
+        events.append("rule")
+        return rule.function(node, g, s)
 
-def test_large_activations_wait_for_the_pass(monkeypatch):
-    """In Gauss-Newton passes nothing needs their gradient, but running ahead would hold memory; the numbers are the same."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 5), nn.ELU(), nn.Linear(5, 3))
-    x, y = torch.randn(6, 4), torch.randint(0, 3, (6,))
-    params, diagonals, hooks = list(model.parameters()), [], []
-    for limit in (2**16, 0):
-        monkeypatch.setattr(blueprint, "MOST_RIDING", limit)
-        blueprint._blueprints.clear()
-        diagonals.append(hesscale.grad(F.cross_entropy(model(x), y), params, method="hesscale_gn")[1])
-        (known,) = blueprint._blueprints.values()
-        hooks.append(len(known.schedule(frozenset())))
-    blueprint._blueprints.clear()
-    assert hooks[1] == hooks[0] + 2
-    for a, b in zip(*diagonals, strict=True):
-        assert torch.equal(a, b)
+    monkeypatch.setitem(RULES, "TanhBackward0", dataclasses.replace(rule, function=function))
+    first, last = nn.Linear(4, 256), nn.Linear(256, 3)
+    hidden = first(torch.randn(samples, 4)).tanh()
+    hidden.register_hook(lambda g: events.append("gradient"))
+    hesscale.backward(F.cross_entropy(last(hidden), torch.arange(samples) % 3), method="hesscale_gn")
+    assert events == order

@@ -301,7 +301,7 @@ def test_exact_of_a_wide_weight_that_is_used_twice():
 def test_chunks_do_not_matter(method, at_once, monkeypatch):
     problem = gaussian()
     whole = estimate(method, problem.loss(), problem.params)
-    monkeypatch.setattr(estimators, "ROWS_AT_ONCE", at_once)
+    monkeypatch.setattr(estimators, "MAX_ROWS", at_once)
     close(estimate(method, problem.loss(), problem.params), whole)
 
 
@@ -402,7 +402,7 @@ def test_hutchinson_is_z_times_hz():
 @pytest.mark.parametrize("method", ["hutchinson", "ggn_mc", "kfac"])
 def test_num_samples_is_a_mean_of_draws(method, monkeypatch):
     """With one row at a time the draws come in the same order, so their mean is that of single calls."""
-    monkeypatch.setattr(estimators, "ROWS_AT_ONCE", 1)
+    monkeypatch.setattr(estimators, "MAX_ROWS", 1)
     problem = gaussian()
     loss, params = problem.loss(), problem.params
     generator = torch.Generator().manual_seed(3)

@@ -183,7 +183,7 @@ def test_it_is_the_sum_over_samples(name, head):
 
 @pytest.mark.parametrize("most", [1, 100])
 def test_how_many_samples_are_taken_at_once_does_not_matter(most, monkeypatch):
-    monkeypatch.setattr(estimators.per_sample, "MOST_NUMBERS", most)
+    monkeypatch.setattr(estimators.per_sample, "MAX_NUMBERS", most)
     for name in ("convolutions", "positions"):
         check(*MODELS[name](), coupled_classes)
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import hesscale
 from hesscale import losses
-from hesscale.engine.heads import Head
+from hesscale.engine.head_structure import Head
 from hesscale.losses.arguments import reduce
 from hesscale.losses.surrogates import clipped
 
@@ -176,10 +176,10 @@ def equal(found: Tensor, expected: Tensor) -> None:
 @pytest.fixture
 def without_double_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(loss: Tensor, head: Head) -> dict:
-        assert not head.doubtful
+        assert not head.inexact
         return {}
 
-    monkeypatch.setattr("hesscale.engine.heads.exact_diagonals", forbidden)
+    monkeypatch.setattr("hesscale.engine.propagate.exact_diagonals", forbidden)
 
 
 # --- each against autograd ---

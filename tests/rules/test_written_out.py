@@ -12,9 +12,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import Separable, hessian_diagonal, separable_loss
+from oracle import Separable, finite_differences, hessian_diagonal, separable_loss
 
 import hesscale
+from hesscale.estimators import estimate
 from hesscale.rules import RULES
 
 
@@ -179,3 +180,55 @@ def test_float32_over_large_groups(name, shift):
     g, s = draw(*y.shape, seed=7).float(), draw(*y.shape, seed=8).float()
     for single, double in zip(diagonals(function, inputs, g, s, torch.float32), diagonals(function, inputs, g, s), strict=True):
         assert (single.double() - double).abs().max() <= 1e-4 * double.abs().max()
+
+
+def cumulated(*weights):
+    return lambda z: ((z.logcumsumexp(1) * torch.tensor(weights)).sum(1) ** 2).sum()
+
+
+TARGETS = torch.tensor([0, 2])
+X, BIAS = (2, 3), (3,)
+# PyTorch's double backward is wrong in these losses
+TWICE_WRONG = {
+    "layer_norm": (lambda z, b: F.cross_entropy(F.layer_norm(z, (3,), None, b), TARGETS), X, BIAS),
+    "layer_norm, all": (lambda z, b: F.cross_entropy(F.layer_norm(z, (2, 3), None, b), TARGETS), X, X),
+    "batch_norm": (lambda z, b: F.cross_entropy(F.batch_norm(z, None, None, None, b, True), TARGETS), X, BIAS),
+    "batch_norm, fixed": (
+        lambda z, b: F.cross_entropy(F.batch_norm(z, torch.zeros(3), torch.ones(3), None, b, False), TARGETS),
+        X,
+        BIAS,
+    ),
+    "batch_norm, images": (lambda z, b: F.batch_norm(z, None, None, None, b, True).logsumexp(1).sum(), (2, 3, 2, 2), BIAS),
+    "instance_norm": (lambda z, b: F.instance_norm(z, bias=b).logsumexp(1).sum(), (1, 3, 4), BIAS),
+    "logcumsumexp": (cumulated(1.0, 2.0, -1.0), X),
+    "logcumsumexp, zeros": (cumulated(1.0, -1.0, 0.0), X),
+    "logcumsumexp, last": (cumulated(0.0, 0.0, 1.0), X),
+    "logcumsumexp, rows": (lambda z: (z.logcumsumexp(-2)[1] ** 2).sum(), X),
+    "weight_norm": (lambda v, g: F.cross_entropy(torch._weight_norm(v, g, 0), TARGETS), X, (2, 1)),
+    "weight_norm, columns": (lambda v, g: F.cross_entropy(torch._weight_norm(v, g, 1), TARGETS), X, (1, 3)),
+}
+
+
+@pytest.mark.usefixtures("double_precision")
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("name", TWICE_WRONG)
+def test_losses_that_torch_differentiates_twice_wrongly(name):
+    """Here the head is differentiated twice by operators that are written out, against finite differences of gradients."""
+    function, *shapes = TWICE_WRONG[name]
+    inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    _, diagonals = hesscale.grad(function(*inputs), inputs)
+    exact = estimate("exact", function(*inputs), inputs)
+    for i, (found, ours) in enumerate(zip(diagonals, exact, strict=True)):
+        truth = finite_differences(function, inputs, i)
+        torch.testing.assert_close(found, truth, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(ours, truth, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.usefixtures("double_precision")
+def test_logcumsumexp_where_nothing_has_come_yet():
+    z = torch.tensor([[-torch.inf, 0.3, 1.0]], requires_grad=True)
+    (gradient,), (found,) = hesscale.grad((z.logcumsumexp(1)[:, 1:].sum(1) ** 2).sum(), [z])
+    rest = z.detach()[:, 1:].requires_grad_()
+    (expected,), (exact,) = hesscale.grad(cumulated(1.0, 1.0)(rest), [rest])
+    torch.testing.assert_close(gradient[:, 1:], expected)
+    torch.testing.assert_close(found[:, 1:], exact)

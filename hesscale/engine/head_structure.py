@@ -1,0 +1,226 @@
+"""The structure of the head: where it ends, and at which of its tensors the rules are exact.
+
+The head is what lies between the loss and the model's outputs. Walking back from the loss, it ends on each path at the first
+contraction (a matrix product, a convolution, an embedding …). A rule is exact while the Hessian at its output is diagonal.
+Whether it still is follows from the operators' structure, which each ``Rule`` states. Where it is not, ``head_values`` computes
+the exact diagonal by double backward through the head alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import combinations
+from typing import NamedTuple
+
+from ..rules import Rule
+from .block_structure import BlockStructure
+from .cache import BoundedCache
+from .dispatch import Step
+from .nodes import Edge, Node, metadata
+
+MAX_STRUCTURES = 1000
+_structures: BoundedCache[dict[int, BlockStructure]] = BoundedCache(MAX_STRUCTURES)
+
+
+@dataclass
+class Head:
+    """The head's nodes, the tensors where it ends, and those that the rules alone may get wrong."""
+
+    nodes: frozenset[Node]
+    steps: list[Step]
+    ends: frozenset[Edge]
+    inexact: dict[Edge, BlockStructure]
+
+    @property
+    def has_custom_functions(self) -> bool:
+        return any(hasattr(step.node, "_forward_cls") for step in self.steps)
+
+    @staticmethod
+    def empty() -> Head:
+        return Head(frozenset(), [], frozenset(), {})
+
+    def superfluous_nodes(self, known: Collection[Edge], requested: Collection[Edge]) -> set[Node]:
+        """The head's nodes whose shares would all be thrown away, since every diagonal they lead to is known already."""
+        if not known:
+            return set()
+        found: set[Node] = set()
+        for step in reversed(self.steps):
+            if all(e[0] is None or e in known or (e[0] in found and e not in requested) for e in step.edges):
+                found.add(step.node)
+        return found
+
+
+def find_head(steps: Sequence[Step], outputs: set[Edge] | None, requested: Collection[Edge]) -> Head:
+    """Split the head off a graph, whose ``steps`` are in topological order, and find where its rules may be inexact.
+
+    Args:
+        steps: the graph's nodes with their rules.
+        outputs: where the head ends; None to end it at the first contractions.
+        requested: tensors inside the head whose diagonal is asked for too.
+    """
+    inside = steps_of_head(steps, outputs)
+    nodes = frozenset(step.node for step in inside)
+    tensors = list(dict.fromkeys([edge for step in inside for edge in step.edges if edge[0] is not None]))
+    ends = frozenset([tensor for tensor in tensors if tensor[0] not in nodes])
+    in_graph = {step.node for step in steps}  # not all of the graph, where only some tensors are requested
+
+    def is_needed(tensor: Edge) -> bool:
+        return (tensor in ends and tensor[0] in in_graph) or tensor in requested
+
+    structures = block_structures(inside, tensors)
+    inexact = {tensors[i]: structure for i, structure in structures.items() if is_needed(tensors[i])}
+    return Head(nodes, inside, ends, inexact)
+
+
+def steps_of_head(steps: Sequence[Step], outputs: set[Edge] | None) -> list[Step]:
+    stops = None if outputs is None else {node for node, _ in outputs}
+    inside: list[Step] = []
+    body: set[Node] = set()
+    for step in steps:
+        is_end = step.rule is None or (step.rule.contraction if stops is None else step.node in stops)
+        if is_end or step.node in body:
+            body.update(child for child, _ in step.edges)
+        else:
+            inside.append(step)
+    return inside
+
+
+def block_structures(steps: Sequence[Step], tensors: Sequence[Edge]) -> dict[int, BlockStructure]:
+    """What is known of each tensor that the rules may get wrong, by its position in ``tensors``.
+
+    Heads with the same operators and shapes share one entry, and so share what their passes learn.
+    """
+    position = {tensor: i for i, tensor in enumerate(tensors)}
+    shapes = tuple([tuple(metadata(tensor).shape) for tensor in tensors])
+    signature = shapes, tuple([step_signature(step, position) for step in steps])
+    known = _structures.get(signature)
+    if known is None:
+        found = {position[tensor]: BlockStructure() for tensor in find_inexact(steps)}
+        known = _structures.setdefault(signature, found)
+    return known
+
+
+def step_signature(step: Step, position: dict[Edge, int]) -> tuple[object, ...]:
+    """A step's rule, and the tensors it takes and makes, by position."""
+    makes = [position.get((step.node, i)) for i in range(len(step.node._input_metadata))]
+    return step.rule, step.repeated, tuple([position.get(edge) for edge in step.edges]), tuple(makes)
+
+
+def find_inexact(steps: Sequence[Step]) -> set[Edge]:
+    """The tensors of the head whose diagonal the rules may get wrong."""
+    analysis = HessianAnalysis()
+    for step in steps:
+        analysis.visit(step)
+    return {edge for edge in list(analysis.uses) if analysis.at_tensor(edge).is_inexact}
+
+
+class Kind(IntEnum):
+    """What is known of a Hessian, best first."""
+
+    ZERO = 0
+    DIAGONAL = 1
+    DENSE = 2
+
+
+Use = tuple[Node, int]  # a tensor as one input of one node
+
+
+class State(NamedTuple):
+    """What is known of the Hessian at a tensor.
+
+    ``coupled`` holds the uses of other tensors that share second derivatives with it.
+    """
+
+    kind: Kind
+    is_inexact: bool
+    coupled: set[Use]
+
+
+class HessianAnalysis:
+    """Follows the kind of the Hessian from the loss down, tensor by tensor.
+
+    The rules err in two ways. A rule errs where it fans out from a dense Hessian. Adding the shares of two uses of a tensor
+    errs where the two uses share second derivatives.
+    """
+
+    def __init__(self) -> None:
+        self.uses: dict[Edge, list[Use]] = {}
+        self.kinds: dict[Use, Kind] = {}
+        self.coupled: dict[Use, set[Use]] = defaultdict(set)
+        self.inexact: set[Use] = set()
+
+    def visit(self, step: Step) -> None:
+        """Pass what is known of a node's outputs on to its inputs. The node's consumers must have been visited."""
+        assert step.rule is not None
+        outputs = self.at_outputs(step.node)
+        new_uses: list[Use] = []
+        for index, edge in enumerate(step.edges):
+            if edge[0] is None or edge in step.edges[:index]:
+                continue
+            use = (step.node, index)
+            self.kinds[use] = kind_at_input(step.rule, step.edges, index, outputs.kind)
+            if outputs.is_inexact or (outputs.kind == Kind.DENSE and fans_out(step, index)):
+                self.inexact.add(use)
+            for other in outputs.coupled:
+                self.couple(use, other)
+            self.uses.setdefault(edge, []).append(use)
+            new_uses.append(use)
+        if couples_inputs(step.rule, outputs.kind):
+            for a, b in combinations(new_uses, 2):
+                self.couple(a, b)
+
+    def at_tensor(self, edge: Edge) -> State:
+        """What is known of a tensor, from all its uses."""
+        uses = self.uses.get(edge, [])
+        kind = max([self.kinds[use] for use in uses], default=Kind.ZERO)
+        are_coupled = any(b in self.coupled[a] for a, b in combinations(uses, 2))
+        coupled = set().union(*[self.coupled[use] for use in uses])
+        return State(kind, are_coupled or any(use in self.inexact for use in uses), coupled.difference(uses))
+
+    def at_outputs(self, node: Node) -> State:
+        """What is known of a node's outputs, taken together."""
+        edges = [(node, i) for i in range(len(node._input_metadata))]
+        states = [self.at_tensor(edge) for edge in edges]
+        kind = max([state.kind for state in states])
+        coupled = set().union(*[state.coupled for state in states])
+        among_themselves = coupled.intersection([use for edge in edges for use in self.uses.get(edge, [])])
+        if among_themselves:
+            kind, coupled = Kind.DENSE, coupled - among_themselves
+        return State(kind, any(state.is_inexact for state in states), coupled)
+
+    def couple(self, a: Use, b: Use) -> None:
+        self.coupled[a].add(b)
+        self.coupled[b].add(a)
+
+
+def kind_at_input(rule: Rule, edges: Sequence[Edge], index: int, kind: Kind) -> Kind:
+    """The kind of the Hessian at an input, from its kind at the outputs."""
+    if kind == Kind.DENSE or (kind == Kind.DIAGONAL and rule.fan_in):
+        return Kind.DENSE
+    is_curved = rule.is_curved(index) or (is_taken_again(edges, index) and rule.joint and rule.mixed)
+    if is_curved:
+        return Kind.DENSE if rule.fan_in and not rule.separable else Kind.DIAGONAL
+    return kind
+
+
+def fans_out(step: Step, index: int) -> bool:
+    """Whether one entry of this input reaches several entries of the outputs."""
+    rule, edge = step.rule, step.edges[index]
+    assert rule is not None
+    is_expanded = rule.broadcast and math.prod(metadata(edge).shape) != math.prod(metadata((step.node, 0)).shape)
+    is_doubled = is_taken_again(step.edges, index) and (not rule.joint or rule.fan_in)
+    return rule.fan_out or is_expanded or is_doubled
+
+
+def is_taken_again(edges: Sequence[Edge], index: int) -> bool:
+    """Whether a later input is the same tensor."""
+    return edges[index] in edges[index + 1 :]
+
+
+def couples_inputs(rule: Rule, kind: Kind) -> bool:
+    """Whether two inputs of an operator share second derivatives, given the kind of the Hessian at its outputs."""
+    return kind == Kind.DENSE or (rule.joint and (kind == Kind.DIAGONAL or rule.mixed))

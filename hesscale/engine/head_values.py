@@ -1,0 +1,234 @@
+"""The values of the head: the exact diagonal of the loss at tensors where the rules are not exact, by double backward.
+
+A Hessian-vector product H·v gives the diagonal of H wherever the entries of v do not interact. Samples of a batch do not, so one
+product per entry of a sample is enough. Which dimensions are samples is not known beforehand: the candidates are tried, cheapest
+first, and each is verified. Products with one random vector must predict the product with another.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import NeedsEagerPass
+from .block_structure import Block, BlockStructure, Probes, candidate_blocks, warn
+from .head_structure import Head
+from .nodes import Edge, Node, edge_of, is_once_differentiable, metadata, pull
+
+MAX_PRODUCTS = 1024  # Hessian-vector products for one tensor
+MAX_ROWS, MAX_NUMBERS = 64, 2**24  # products in one batch, and numbers in their vectors
+CANNOT = "PyTorch cannot differentiate this loss twice; the diagonal at the outputs is that of the rules"
+
+
+class Exact(NamedTuple):
+    """A diagonal, and how many Hessian-vector products it took."""
+
+    diagonal: Tensor
+    products: int
+
+
+def exact_diagonals(loss: Tensor, head: Head) -> dict[Edge, Exact]:
+    """Diagonals of the loss at the head's inexact tensors, by double backward through the head alone."""
+    found: dict[Edge, Exact] = {}
+    if not head.inexact:
+        return found
+    stops = {node for node, _ in head.ends}
+    with torch.enable_grad():
+        try:
+            gradients = pull({edge_of(loss): torch.ones_like(loss)}, list(head.inexact), stops)
+            for edge, structure in head.inexact.items():
+                gradient = gradients.get(edge)
+                if head.has_custom_functions and (gradient is None or not gradient.requires_grad):
+                    warn(f"{CANNOT} (a custom function in it gives gradients without a graph)")
+                    continue
+                exact = hessian_diagonal(gradient, edge, stops, structure)
+                if exact is not None:
+                    found[edge] = exact
+        except RuntimeError as error:
+            if "derivative for" not in str(error) and "once_differentiable" not in str(error):
+                raise
+            warn(f"{CANNOT} ({error})")
+    return found
+
+
+def hessian_diagonal(gradient: Tensor | None, edge: Edge, stops: set[Node], structure: BlockStructure) -> Exact | None:
+    """diag ∂g/∂x at the tensor x; None where it is impossible, or takes too many products.
+
+    Whether the samples are really apart is verified at every call. When the outcome is read depends on where the pass runs: at
+    once on a CPU, by a later pass on a GPU, and by the graph itself in a trace.
+    """
+    if gradient is None or not gradient.requires_grad:
+        meta = metadata(edge)
+        return Exact(torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device), 0)
+    is_traced = torch.compiler.is_compiling()
+    if is_traced and not may_be_traced(structure):
+        return None
+    if not is_traced:
+        structure.read_check()
+    if structure.block is None and is_once_differentiable(gradient):
+        structure.is_out_of_reach = True
+        warn(CANNOT)
+        return None
+    compute: Compute = partial(compute_with_block, gradient, edge, stops, structure)
+    blocks = affordable_blocks(gradient.shape, structure.block)
+    exact = None
+    if blocks and is_traced:
+        exact = diagonal_in_trace(compute, blocks[0])
+    elif blocks and gradient.is_cuda and structure.block is not None:
+        exact = diagonal_on_gpu(compute, blocks, structure)
+    elif blocks:
+        exact = diagonal_by_search(compute, blocks, structure)
+    if exact is None:
+        structure.is_out_of_reach = True
+        warn(
+            f"the exact diagonal of a loss at a tensor of shape {tuple(gradient.shape)} would take more than {MAX_PRODUCTS} "
+            "Hessian-vector products; the rules' value stands there. Pass head='rules' to silence this, or outputs= to move "
+            "the end of the head"
+        )
+    return exact
+
+
+def may_be_traced(structure: BlockStructure) -> bool:
+    """Whether a trace can compute the diagonal here. False: an eager pass has found that it is out of reach."""
+    if structure.block is None and structure.is_out_of_reach:
+        return False
+    if structure.block is None or structure.is_out_of_reach:
+        raise NeedsEagerPass("the structure of the loss at the model's outputs is found out by a pass in eager mode")
+    return True
+
+
+def affordable_blocks(shape: Sequence[int], first: Block | None) -> list[Block]:
+    """The blocks to try, from the one that is known on, as far as they take few enough products."""
+    blocks = candidate_blocks(len(shape))
+    blocks = blocks if first is None else blocks[blocks.index(first) :]
+    return [block for block in blocks if math.prod(shape[d] for d in block) <= MAX_PRODUCTS]
+
+
+class Trial(NamedTuple):
+    """The diagonal if only entries of one block interact, and the check of that assumption."""
+
+    exact: Exact
+    passed: Tensor | None  # a boolean on the device; None where the block is the whole tensor and nothing is assumed
+    product: Tensor | None  # H·v, which the check compares
+    predicted: Tensor  # with this
+
+
+Compute = Callable[[Block], Trial]
+
+
+def diagonal_in_trace(compute: Compute, block: Block) -> Exact:
+    """In a traced graph nobody reads the outcome of the check, so the diagonal is NaN where the check fails."""
+    exact, passed, _, _ = compute(block)
+    return exact if passed is None else Exact(torch.where(passed, exact.diagonal, torch.nan), exact.products)
+
+
+def diagonal_on_gpu(compute: Compute, blocks: Sequence[Block], structure: BlockStructure) -> Exact:
+    """On a GPU that already knows the block, a later pass reads the outcome: waiting for it would stall the GPU."""
+    trial = compute(blocks[0])
+    if trial.passed is not None:
+        candidates = candidate_blocks(trial.exact.diagonal.dim())
+        structure.check.start(trial.passed, candidates[candidates.index(blocks[0]) + 1])
+    return trial.exact
+
+
+def diagonal_by_search(compute: Compute, blocks: Sequence[Block], structure: BlockStructure) -> Exact | None:
+    """Try one block after the other, and remember the first that passes."""
+    for block in blocks:
+        trial = compute(block)
+        if trial.passed is None or trial.passed:
+            structure.is_out_of_reach = False
+            if structure.block != block and is_conclusive(trial.predicted):
+                structure.block = block
+            return trial.exact
+        assert trial.product is not None
+        if not bool(trial.product.isfinite().all()):  # nothing can be learned from these numbers
+            return Exact(torch.full_like(trial.exact.diagonal, torch.nan), trial.exact.products)
+    return None
+
+
+def is_conclusive(predicted: Tensor) -> bool:
+    """Whether a check that passed says anything: where all is zero, every block passes."""
+    return bool(predicted.any() & predicted.isfinite().all())
+
+
+def compute_with_block(gradient: Tensor, edge: Edge, stops: set[Node], structure: BlockStructure, block: Block) -> Trial:
+    """Compute the diagonal as if only the entries of a block interacted, and check that assumption."""
+    shape = gradient.shape
+    layout = BlockLayout(shape, block)
+    products = partial(hessian_vector_products, gradient, edge, stops)
+    probes = structure.probes_like(gradient, layout.count)
+    diagonal, predicted, magnitude = block_products(products, layout, probes)
+    exact = Exact(layout.restore(diagonal).detach(), layout.count)
+    if len(block) == len(shape):
+        return Trial(exact, None, None, predicted)
+    (product,) = products(layout.restore(probes.second).unsqueeze(0))
+    return Trial(exact, agree(layout.flatten(product), predicted, magnitude), product, predicted)
+
+
+class BlockLayout:
+    """A tensor as a matrix (block, samples), and back."""
+
+    def __init__(self, shape: Sequence[int], block: Block) -> None:
+        self.order = block + tuple(d for d in range(len(shape)) if d not in block)
+        self.inverse = [self.order.index(d) for d in range(len(shape))]
+        self.permuted_shape = [shape[d] for d in self.order]
+        self.count = math.prod(shape[d] for d in block)
+
+    def flatten(self, tensor: Tensor) -> Tensor:
+        return tensor.permute(self.order).reshape(self.count, -1)
+
+    def restore(self, matrix: Tensor) -> Tensor:
+        return matrix.reshape(self.permuted_shape).permute(self.inverse)
+
+
+def block_products(products: Callable[[Tensor], Tensor], layout: BlockLayout, probes: Probes) -> tuple[Tensor, Tensor, Tensor]:
+    """Products with the first probe, one entry of the block at a time.
+
+    Returns the diagonal, what the products predict for H·(second probe) if samples are apart, and the sum of the absolute terms
+    of that prediction, which measures its rounding error.
+    """
+    z, other, _ = probes
+    count, samples = z.shape
+    diagonal, predicted, magnitude = torch.empty_like(z), torch.zeros_like(z), torch.zeros_like(z)
+    at_once = max(1, min(MAX_ROWS, MAX_NUMBERS // max(1, z.numel())))
+    for start in range(0, count, at_once):
+        part = slice(start, start + at_once)
+        rows = torch.zeros(len(z[part]), count, samples, dtype=z.dtype, device=z.device)
+        rows[:, part].diagonal(dim1=0, dim2=1).copy_(z[part].T)
+        found = products(torch.stack([layout.restore(row) for row in rows]))
+        found = torch.stack([layout.flatten(product) for product in found])
+        diagonal[part] = found[:, part].diagonal(dim1=0, dim2=1).T / z[part]
+        terms = found * (other / z)[part].unsqueeze(1)
+        predicted += terms.sum(0)
+        magnitude += terms.abs().sum(0)
+    return diagonal, predicted, magnitude
+
+
+def agree(product: Tensor, predicted: Tensor, magnitude: Tensor) -> Tensor:
+    """Whether a product is what was predicted, entry by entry, up to rounding."""
+    eps = torch.finfo(product.dtype).eps
+    scale = magnitude + product.abs()
+    relative = eps**0.5 if eps < 1e-4 else 4 * eps  # in half precision the root would hide too much
+    largest = scale.max() if scale.numel() else 0
+    return ((predicted - product).abs() <= relative * scale + 8 * eps * largest).all()
+
+
+def hessian_vector_products(gradient: Tensor, edge: Edge, stops: set[Node], rows: Tensor) -> Tensor:
+    """∂(g·v)/∂x for every row v, batched where PyTorch can batch it."""
+    source = edge_of(gradient)
+
+    def product(row: Tensor) -> Tensor:
+        return pull({source: row}, [edge], stops).get(edge, torch.zeros_like(row))
+
+    with torch.no_grad():
+        try:
+            return torch.vmap(product)(rows)
+        except RuntimeError as error:
+            if "vmap" not in str(error).lower() and "batch" not in str(error).lower():
+                raise
+        return torch.stack([product(row) for row in rows])

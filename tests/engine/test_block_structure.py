@@ -1,0 +1,90 @@
+"""What is remembered of a Hessian's blocks, and how the outcome of a check on a GPU arrives; here with a GPU that is made up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hesscale.engine.block_structure import AsyncCheck, BlockStructure, candidate_blocks
+from hesscale.errors import CurvatureWarning
+
+PASSED, FAILED = torch.tensor(True), torch.tensor(False)
+
+
+class Gpu:
+    """Whether the work before an event is done, and whether a CUDA graph is being captured."""
+
+    is_done = False
+    is_capturing = False
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    gpu = Gpu()
+
+    class Event:
+        def record(self) -> None:
+            pass
+
+        def query(self) -> bool:
+            return gpu.is_done
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: gpu.is_capturing)
+    return gpu
+
+
+@pytest.mark.parametrize(
+    ("rank", "blocks"),
+    [(0, [()]), (1, [(), (0,)]), (2, [(), (1,), (0, 1)]), (3, [(), (2,), (1,), (1, 2), (0, 1, 2)])],
+)
+def test_candidates_go_from_the_cheapest_block_to_the_whole_tensor(rank, blocks):
+    assert candidate_blocks(rank) == blocks
+
+
+def test_an_outcome_is_read_when_it_has_arrived(gpu):
+    check = AsyncCheck()
+    check.start(FAILED, (1,))
+    assert check.poll() is None
+    gpu.is_done = True
+    assert check.poll() == (1,)
+    assert check.poll() is None
+
+
+def test_a_check_that_passed_changes_nothing(gpu):
+    check = AsyncCheck()
+    check.start(PASSED, (1,))
+    gpu.is_done = True
+    assert check.poll() is None
+
+
+def test_one_check_is_under_way_at_a_time(gpu):
+    check = AsyncCheck()
+    check.start(FAILED, (1,))
+    check.start(PASSED, (0, 1))
+    gpu.is_done = True
+    assert check.poll() == (1,)
+
+
+def test_nothing_is_sent_or_read_during_the_capture_of_a_cuda_graph(gpu):
+    check = AsyncCheck()
+    gpu.is_done = gpu.is_capturing = True
+    check.start(FAILED, (1,))
+    gpu.is_capturing = False
+    assert check.poll() is None
+    check.start(FAILED, (1,))
+    gpu.is_capturing = True
+    assert check.poll() is None
+    gpu.is_capturing = False
+    assert check.poll() == (1,)
+
+
+def test_a_failed_check_widens_the_block_and_warns(gpu):
+    structure = BlockStructure(block=())
+    structure.check.start(FAILED, (1,))
+    structure.read_check()
+    assert structure.block == ()
+    gpu.is_done = True
+    with pytest.warns(CurvatureWarning, match="come to share second derivatives"):
+        structure.read_check()
+    assert structure.block == (1,)
