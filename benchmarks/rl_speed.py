@@ -31,8 +31,9 @@ from hesscale.experiments.bench.measure import digits, message, quartiles, ratio
 from hesscale.experiments.bench.methods import LeftOut
 from hesscale.experiments.bench.report import table
 from hesscale.experiments.bench.targets import spread
+from hesscale.experiments.optimizers import AGENT_OPTIMIZERS
 from hesscale.experiments.rl.a2c import A2C
-from hesscale.experiments.rl.config import OPTIMIZERS, Config
+from hesscale.experiments.rl.config import Config
 from hesscale.experiments.rl.ppo import PPO
 
 ENVIRONMENTS = ("HalfCheetah-v5", "Hopper-v5", "InvertedDoublePendulum-v5", "CartPole-v1")
@@ -180,7 +181,7 @@ def speeds(rows: Sequence[Mapping[str, Any]]) -> str:
     ]
     body, notes = [], []
     for row in rows:
-        label = "Stable-Baselines3, Adam" if row["method"] == SB3 else f"ours, {OPTIMIZERS[row['method']].label}"
+        label = "Stable-Baselines3, Adam" if row["method"] == SB3 else f"ours, {AGENT_OPTIMIZERS[row['method']].label}"
         start = [row["algo"].upper(), row["env"], label, str(row["together"])]
         if "error" in row:
             notes.append(f"- {', '.join(start[:3])}: {row['error']}")
@@ -207,7 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--algos", nargs="+", choices=ALGORITHMS, default=list(ALGORITHMS))
     parser.add_argument("--envs", nargs="+", default=ENVIRONMENTS, help="any of gymnasium's")
-    parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=["adam", "adahesscale"], help="ours")
+    parser.add_argument("--optimizers", nargs="+", choices=AGENT_OPTIMIZERS, default=["adam", "adahesscale"], help="ours")
     parser.add_argument("--together", nargs="+", type=int, default=[1], help="agents of ours that learn as one ensemble")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=Path, default=Path("results/rl_speed"))

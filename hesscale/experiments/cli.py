@@ -193,7 +193,7 @@ def rl_eval(
 ) -> None:
     """Play episodes with a learned policy, as it is."""
     from .lab.statistics import summary
-    from .rl.config import OPTIMIZERS
+    from .optimizers import AGENT_OPTIMIZERS
     from .rl.evaluate import evaluate, film, load_policy
 
     console = Console()
@@ -208,7 +208,7 @@ def rl_eval(
     except (ValueError, FileNotFoundError, FloatingPointError, RuntimeError) as error:
         raise typer.BadParameter(str(error)) from None
     config = policy.config
-    title = f"{config.algo.upper()} with {OPTIMIZERS[config.optimizer].label} on {config.env}, after {policy.steps:,} steps"
+    title = f"{config.algo.upper()} with {AGENT_OPTIMIZERS[config.optimizer].label} on {config.env}, after {policy.steps:,} steps"
     table = Table("seed", Column("return", justify="right"), Column("length", justify="right"), title=title, min_width=len(title))
     for k, episode in enumerate(found, start=seed):
         table.add_row(str(k), f"{episode.total:.2f}", str(episode.length))

@@ -109,7 +109,7 @@ def test_the_page_of_benchmarks_is_that_of_the_stored_records():
 
 
 def test_3c3d_is_that_of_deepobs():
-    model = workloads.three_c_three_d()
+    model = WORKLOADS["3c3d"].network()
     assert sum(p.numel() for p in model.parameters()) == 918_340
     assert model(torch.randn(2, 3, 32, 32)).shape == (2, 100)
 

@@ -24,8 +24,9 @@ from hesscale.experiments.figures._rl_figures import averaged  # noqa: E402
 from hesscale.experiments.lab.experiment import as_task  # noqa: E402
 from hesscale.experiments.lab.marks import check  # noqa: E402
 from hesscale.experiments.lab.store import Pause, Result, Store  # noqa: E402
+from hesscale.experiments.optimizers import AGENT_OPTIMIZERS  # noqa: E402
 from hesscale.experiments.rl.a2c import A2C  # noqa: E402
-from hesscale.experiments.rl.config import OPTIMIZERS, Config  # noqa: E402
+from hesscale.experiments.rl.config import Config  # noqa: E402
 from hesscale.experiments.rl.networks import Categorical, Crew, Gaussian  # noqa: E402
 from hesscale.experiments.rl.ppo import PPO  # noqa: E402
 from hesscale.experiments.rl.returns import gae, n_step_returns  # noqa: E402
@@ -284,7 +285,7 @@ def test_one_step_is_that_of_an_optimizer_and_a_trust_region_for_each_network(al
         advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
     twin = type(agent)(learning.worlds.inputs, 2, orthogonal=False, shared=False)
     twin.load_state_dict(agent.state_dict())
-    kind = OPTIMIZERS[name]
+    kind = AGENT_OPTIMIZERS[name]
     radius = 1e-8 if kind.is_scaled else None
     own = [kind.make(network.parameters(), 1e-3, eps=1e-5, trust_radius=radius) for network in twin.networks.values()]
     for _ in range(3):

@@ -8,14 +8,15 @@ import platform
 import shlex
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
+from ..lab.choices import choose, named
 from ..lab.machine import commit, cpu_model
 from . import report
 from .ensemble import ensemble_row
@@ -23,7 +24,6 @@ from .measure import message, rows_of
 from .methods import BASELINE, GRAPH, METHODS, MODES, Method
 from .workloads import CPU, CUDA, SWEEPS, WORKLOADS, Workload, sweep
 
-T = TypeVar("T")
 Say = Callable[[str], None]
 
 HELP = {
@@ -148,7 +148,7 @@ def plan(settings: Settings) -> Work:
     if settings.sweep:
         if settings.only:
             raise ValueError("--sweep has its own workloads; leave --only out")
-        workloads = sweep(choose(settings.sweep, SWEEPS_BY_NAME, "sweep")[0])
+        workloads = sweep(choose(settings.sweep, named(SWEEPS), "sweep")[0])
     elif settings.only:
         workloads = choose(settings.only, WORKLOADS, "workload")
     else:
@@ -157,13 +157,12 @@ def plan(settings: Settings) -> Work:
     methods = choose(settings.methods or default, METHODS, "method")
     if METHODS[BASELINE] not in methods:
         methods.insert(0, METHODS[BASELINE])
-    modes = choose(settings.modes, {m: m for m in MODES}, "mode") if settings.modes else default_modes(settings)
+    modes = choose(settings.modes, named(MODES), "mode") if settings.modes else default_modes(settings)
     if GRAPH in modes and settings.device != CUDA:
         raise ValueError("the mode graph needs --device cuda")
     return [(w, [(method, mode) for mode in modes for method in methods if mode in method.modes]) for w in workloads]
 
 
-SWEEPS_BY_NAME = {name: name for name in SWEEPS}
 IN_THE_PAPER = "sgd,adam,adahesscale,adahesscale-gn,adahessian,ggnmc,bl89,exact-ggn,exact-h"  # the lines of its Appendix D
 
 
@@ -171,14 +170,6 @@ def default_modes(settings: Settings) -> list[str]:
     if settings.sweep:
         return ["eager"]
     return [mode for mode in MODES if mode != GRAPH or settings.device == CUDA]
-
-
-def choose(names: str, table: Mapping[str, T], what: str) -> list[T]:
-    wanted = [name.strip() for name in names.split(",") if name.strip()]
-    for name in wanted:
-        if name not in table:
-            raise ValueError(f"no {what} is called {name!r}; there are {', '.join(table)}")
-    return [table[name] for name in dict.fromkeys(wanted)]
 
 
 def measure(settings: Settings, work: Work, say: Say, command: str) -> dict[str, Any]:

@@ -13,12 +13,15 @@ from torch import Tensor, nn
 
 import hesscale
 
+from ..lab.choices import Choices
+from ..optimizers import COLOURS, OPTIMIZERS
 from . import exact
 
 EAGER, COMPILED, GRAPH = "eager", "compiled", "graph"
 MODES = {EAGER: "eager", COMPILED: "compiled", GRAPH: "compiled + CUDA graph"}
 BASELINE = "adam"
 STEP_SIZE = 1e-8  # weights stay where they are: thousands of steps on one batch must not diverge, and cost the same
+TRUST_RADIUS = 1e-8
 
 
 class LeftOut(Exception):
@@ -34,38 +37,50 @@ class Method:
     optimizer: Callable[..., torch.optim.Optimizer]
     period: int = 1  # steps after which its cost repeats
     source: str = ""  # a BackPACK extension, "exact" or "exact-ggn"; the optimizer's own backward otherwise
+    colour: str | None = None
 
     @property
     def modes(self) -> tuple[str, ...]:
         return (EAGER,) if self.source else tuple(MODES)
 
 
-def ours(optimizer: Any, **options: Any) -> Callable[..., torch.optim.Optimizer]:
-    return functools.partial(optimizer, lr=STEP_SIZE, **options)
+def method(optimizer: str, name: str = "") -> Method:
+    """One of the experiments' optimizers with its own curvature."""
+    spec = OPTIMIZERS[optimizer]
+    options: dict[str, Any] = {"trust_radius": TRUST_RADIUS} if spec.is_scaled else {}
+    make = functools.partial(spec.make, lr=STEP_SIZE, **options)
+    name, period = name or spec.name, spec.options.get("curvature_every", 1)
+    return Method(name, spec.cost_label or spec.label, make, period, colour=COLOURS.get(name))
 
 
-LIST = [
-    Method(BASELINE, "Adam (torch)", ours(torch.optim.Adam)),
-    Method("sgd", "SGD (torch)", ours(torch.optim.SGD)),
-    Method("our-adam", "Adam (ours)", ours(hesscale.Adam)),
-    Method("adahesscale", "AdaHesScale", ours(hesscale.AdaHesScale)),
-    Method("adahesscale-gn", "AdaHesScaleGN", ours(hesscale.AdaHesScaleGN)),
-    Method("adahesscale-every10", "AdaHesScale, curvature every 10th step", ours(hesscale.AdaHesScale, curvature_every=10), 10),
-    Method("adahesscale-bf16", "AdaHesScale, curvature in bf16", ours(hesscale.AdaHesScale, curvature_dtype=torch.bfloat16)),
-    Method(
-        "adahesscale-gn-bf16", "AdaHesScaleGN, curvature in bf16", ours(hesscale.AdaHesScaleGN, curvature_dtype=torch.bfloat16)
-    ),
-    Method("adahesscale-trust", "AdaHesScale with a trust region", ours(hesscale.AdaHesScale, trust_radius=1e-8)),
-    Method("bl89", "BL89", ours(hesscale.BL89)),
-    Method("adahessian", "AdaHessian, 1 draw", ours(hesscale.AdaHessian)),
-    Method("ggnmc", "GGN-MC, 1 draw", ours(hesscale.GGNMC)),
-    Method("backpack-ggn-mc", "BackPACK DiagGGNMC", ours(hesscale.AdaHesScale), source="DiagGGNMC"),
-    Method("backpack-ggn", "BackPACK DiagGGNExact (exact GGN)", ours(hesscale.AdaHesScale), source="DiagGGNExact"),
-    Method("backpack-h", "BackPACK DiagHessian (exact H)", ours(hesscale.AdaHesScale), source="DiagHessian"),
-    Method("exact-ggn", "exact GGN, dense recursion", ours(hesscale.AdaHesScale), source="exact-ggn"),
-    Method("exact-h", "exact H, dense recursion", ours(hesscale.AdaHesScale), source="exact"),
-]
-METHODS = {method.name: method for method in LIST}
+def method_of(source: str, name: str, label: str, colour: str | None = None) -> Method:
+    """AdaHesScale with a diagonal from elsewhere."""
+    make = functools.partial(OPTIMIZERS["adahesscale"].make, lr=STEP_SIZE)
+    return Method(name, label, make, source=source, colour=colour)
+
+
+METHODS = Choices(
+    [
+        method(BASELINE),
+        method("sgd"),
+        method("our-adam"),
+        method("adahesscale"),
+        method("adahesscale-gn"),
+        method("adahesscale-every10"),
+        method("adahesscale-bf16"),
+        method("adahesscale-gn-bf16"),
+        method("scaled-adahesscale"),
+        method("bl89"),
+        method("adahessian"),
+        method("ggnmc-batch", name="ggnmc"),
+        method_of("DiagGGNMC", "backpack-ggn-mc", "BackPACK DiagGGNMC"),
+        method_of("DiagGGNExact", "backpack-ggn", "BackPACK DiagGGNExact (exact GGN)"),
+        method_of("DiagHessian", "backpack-h", "BackPACK DiagHessian (exact H)"),
+        method_of("exact-ggn", "exact-ggn", "exact GGN, dense recursion", "#a6761d"),
+        method_of("exact", "exact-h", "exact H, dense recursion", "#000000"),
+    ],
+    aliases={"adahesscale-trust": "scaled-adahesscale"},
+)
 
 
 class Step:

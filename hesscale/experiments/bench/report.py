@@ -14,18 +14,6 @@ from .targets import NOT_MEASURED, Record, Row, Verdict, slopes, spread, verdict
 from .workloads import CUDA, SWEEPS
 
 BEGIN, END = "<!-- step cost: begin, written by step_cost.py --report -->", "<!-- step cost: end -->"
-COLOURS = {
-    "adam": "#c0392b",
-    "sgd": "#e59866",
-    "our-adam": "#a93226",
-    "adahesscale": "#1f5a96",
-    "adahesscale-gn": "#6fb1a0",
-    "adahessian": "#8e6bb0",
-    "ggnmc": "#7a7a7a",
-    "bl89": "#e0a33e",
-    "exact-ggn": "#a6761d",
-    "exact-h": "#000000",
-}
 KEYS = {"command", "started", "machine", "rounds", "sweep", "finished", "workloads"}  # of every record
 LIBRARIES_OWN = 2**28  # bytes on a GPU, below which the workspaces of its libraries, made at first use, outweigh a step
 HEADER = ("method", "mode", "ms a step", "to Adam, same mode", "to eager Adam", "peak memory to Adam")
@@ -221,7 +209,7 @@ def sweep_figure(record: Record) -> Callable[[Path], None]:
                 curves.setdefault((row["method"], row["mode"]), []).append((workload["size"], row))
     fitted = slopes(record)
     others = iter(f"C{k}" for k in range(10))
-    colours = {method: COLOURS.get(method) or next(others) for method in dict.fromkeys(m for m, _ in curves)}
+    colours = {method: METHODS[method].colour or next(others) for method in dict.fromkeys(m for m, _ in curves)}
     modes = list(dict.fromkeys(mode for _, mode in curves))
     for (method, mode), points in curves.items():
         label = METHODS[method].label + (f", {MODES[mode]}" if len(modes) > 1 else "")
@@ -248,20 +236,19 @@ def ratio_figure(record: Record) -> Callable[[Path], None]:
     from matplotlib.figure import Figure
 
     workloads = [w for w in record["workloads"] if any(row.get("ratio") for row in w["rows"])]
-    names = [
-        m for m in METHODS if m != BASELINE and any(r["method"] == m and r.get("ratio") for w in workloads for r in w["rows"])
-    ]
+    measured = {METHODS[row["method"]].name for w in workloads for row in w["rows"] if row.get("ratio")}
+    names = [name for name in METHODS if name in measured - {BASELINE}]
     figure = Figure(figsize=(3 + 2.8 * max(1, len(workloads)), 1.5 + 0.3 * len(names)), layout="constrained", dpi=90)
     panels: Any = figure.subplots(1, max(1, len(workloads)), sharey=True, squeeze=False)[0]
     modes = [m for m in MODES if any(row["mode"] == m for w in workloads for row in w["rows"])]
     for axes, workload in zip(panels, workloads, strict=False):
         for row in workload["rows"]:
-            if row.get("ratio") and row["method"] in names:
+            if row.get("ratio") and METHODS[row["method"]].name in names:
                 value, k = row["ratio"], modes.index(row["mode"])
-                y = names.index(row["method"]) + 0.22 * (k - (len(modes) - 1) / 2)
+                y = names.index(METHODS[row["method"]].name) + 0.22 * (k - (len(modes) - 1) / 2)
                 around = [[value["median"] - value["q1"]], [value["q3"] - value["median"]]]
                 axes.errorbar(value["median"], y, xerr=around, fmt=MARKS[row["mode"]], color=f"C{k}", markersize=5)
-        axes.axvline(1, color=COLOURS["adam"], linewidth=0.8)
+        axes.axvline(1, color=METHODS[BASELINE].colour, linewidth=0.8)
         axes.set(xscale="log", title=workload["name"], xlabel="ratio to Adam")
         low, high = axes.get_xlim()
         ticks = [tick for tick in (0.2, 0.5, 1, 1.5, 2, 3, 5, 10, 20, 50, 100) if low <= tick <= high]

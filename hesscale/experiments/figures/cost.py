@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
-from ..bench.command import IN_THE_PAPER, SWEEPS_BY_NAME, choose, prepare_cuda
+from ..bench.command import IN_THE_PAPER, prepare_cuda
 from ..bench.measure import Case, Stopwatch, digits, interleave, message, prepare, quartiles, ratios
 from ..bench.methods import BASELINE, EAGER, METHODS, Step
 from ..bench.targets import Row, Slope, slopes, spread
 from ..bench.workloads import CPU, CUDA, SWEEPS, Workload, sweep
+from ..lab.choices import choose, named
 from ..lab.experiment import Experiment, option
 from ..lab.machine import machine
 from ..lab.plots import Plot, Section, Series, Table
@@ -70,7 +71,7 @@ def tasks(settings: Settings) -> list[Task]:
     names = ",".join(methods if BASELINE in methods else [BASELINE, *methods])
     shared = {name: getattr(settings, name) for name in ("rounds", "block", "limit", "threads", "device")}
     most = {"outputs": settings.most_outputs, "layers": settings.most_layers}
-    kinds = choose(settings.sweeps, SWEEPS_BY_NAME, "sweep")
+    kinds = choose(settings.sweeps, named(SWEEPS), "sweep")
     sizes = {kind: [w.size for w in sweep(kind) if w.size is not None and w.size <= most[kind]] for kind in kinds}
     for kind, found in sizes.items():
         if not found:

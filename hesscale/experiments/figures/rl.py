@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from ...compile.step import BACKENDS
 from ...errors import NonFiniteError
-from ..bench.command import choose
+from ..lab.choices import choose, named
 from ..lab.experiment import Experiment, option
 from ..lab.store import Pause, Run
-from ..rl.config import OPTIMIZERS, OWN, POLICIES, PROTOCOLS, TRUNCATIONS, Config
-from ._methods import HELP, methods
+from ..optimizers import AGENT_OPTIMIZERS, HELP, with_step_sizes
+from ..rl.config import OWN, POLICIES, PROTOCOLS, TRUNCATIONS, Config
 from ._rl_figures import sections
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ CHECKPOINT_SECONDS = 20.0
 class Settings:
     algo: str = option("ppo", f"separated by commas: {', '.join(ALGORITHMS)}")
     env: str = option("CartPole-v1", "gymnasium's names, separated by commas; actions may be discrete or continuous")
-    optimizer: str = option("adam,adahesscale", f"{HELP}: {', '.join(OPTIMIZERS)}")
+    optimizer: str = option("adam,adahesscale", f"{HELP}: {', '.join(AGENT_OPTIMIZERS)}")
     step_size: str = option("3e-4", "separated by commas, where @ gives none")
     seeds: int = option(2, "of networks, environment and actions")
     steps: int = option(30_000, "of the environment, rounded up to whole rollouts")
@@ -71,8 +71,8 @@ PRESETS = {
 def tasks(settings: Settings) -> list[Config]:
     from ..rl.wrappers import check_name
 
-    algos = choose(settings.algo, {name: name for name in ALGORITHMS}, "algorithm")
-    pairs = methods(settings.optimizer, settings.step_size, OPTIMIZERS)
+    algos = choose(settings.algo, named(ALGORITHMS), "algorithm")
+    pairs = with_step_sizes(settings.optimizer, settings.step_size, AGENT_OPTIMIZERS)
     environments = list(dict.fromkeys(name.strip() for name in settings.env.split(",") if name.strip()))
     if not environments:
         raise ValueError("no environment is asked for")

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from ...compile.step import BACKENDS
-from ..bench.command import choose
+from ..lab.choices import choose, named
 from ..lab.experiment import Experiment, option
-from ..vision.config import OPTIMIZERS, Task, companions
+from ..optimizers import HELP, IMAGE_OPTIMIZERS, with_step_sizes
+from ..vision.config import Task, companions
 from ..vision.members import PRECISIONS
 from ..vision.problems import ACTIVATIONS, PADDINGS, PROBLEMS
 from ..vision.trainer import run, run_together
-from ._methods import HELP, methods
 from ._supervised_figures import sections
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -26,7 +26,7 @@ PAPER = ("sgd", "adam", "adahessian", "bl89", "ggnmc", "adahesscale", "adahessca
 @dataclass(frozen=True)
 class Settings:
     task: str = option("digits-mlp", f"separated by commas: {', '.join(PROBLEMS)}")
-    optimizer: str = option(",".join(PAPER), f"{HELP}: {', '.join(OPTIMIZERS)}")
+    optimizer: str = option(",".join(PAPER), f"{HELP}: {', '.join(IMAGE_OPTIMIZERS)}")
     step_size: str = option(
         "1e-5,1e-4,1e-3,1e-2,1e-1,1", "to choose from by accuracy on the validation split, where @ gives none"
     )
@@ -54,10 +54,10 @@ PRESETS = {
 
 
 def tasks(settings: Settings) -> list[Task]:
-    problems = choose(settings.task, {name: name for name in PROBLEMS}, "task")
+    problems = choose(settings.task, named(PROBLEMS), "task")
     if not problems:
         raise ValueError("no task is asked for")
-    pairs = methods(settings.optimizer, settings.step_size, OPTIMIZERS)
+    pairs = with_step_sizes(settings.optimizer, settings.step_size, IMAGE_OPTIMIZERS)
     known = {"activation": ACTIVATIONS, "padding": PADDINGS, "precision": PRECISIONS, "device": DEVICES}
     for name, values in {**known, "backend": ("auto", *BACKENDS)}.items():
         if getattr(settings, name) not in values:
@@ -90,7 +90,7 @@ def tasks(settings: Settings) -> list[Task]:
             times=settings.sgd_epochs if optimizer == "sgd" else 1,
             batch=settings.batch or PROBLEMS[name].batch,
             augment=settings.augment and PROBLEMS[name].is_augmented,
-            trust_radius=settings.trust_radius if OPTIMIZERS[optimizer].is_scaled else 0.0,
+            trust_radius=settings.trust_radius if IMAGE_OPTIMIZERS[optimizer].is_scaled else 0.0,
             **shared,
         )
         for name, (optimizer, size), seed in itertools.product(problems, pairs, range(settings.seeds))

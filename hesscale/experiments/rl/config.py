@@ -1,32 +1,13 @@
-"""The settings of an agent, and its optimizers by name."""
+"""The settings of an agent."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
-
-from ...optim import AdaHesScale, AdaHesScaleGN, AdaHessian, Adam, CurvatureOptimizer
 
 PROTOCOLS = ("paper", "cleanrl")
 POLICIES = ("auto", "gaussian", "categorical")
 TRUNCATIONS = ("bootstrap", "terminate")
 OWN = ("seed", "step_size", "eps", "trust_radius")  # in which agents that learn side by side may differ
-
-
-class Kind(NamedTuple):
-    label: str
-    make: type[CurvatureOptimizer]
-    is_scaled: bool = False  # has a trust region
-
-
-OPTIMIZERS = {
-    "adam": Kind("Adam", Adam),
-    "adahessian": Kind("AdaHessian", AdaHessian),
-    "adahesscale": Kind("AdaHesScale", AdaHesScale),
-    "adahesscale-gn": Kind("AdaHesScaleGN", AdaHesScaleGN),
-    "scaled-adam": Kind("Scaled Adam", Adam, True),
-    "scaled-adahesscale": Kind("Scaled AdaHesScale", AdaHesScale, True),
-}
 
 
 @dataclass(frozen=True)
@@ -36,7 +17,7 @@ class Config:
     Attributes:
         algo: ``"a2c"`` or ``"ppo"``.
         env: gymnasium's name of the environment.
-        optimizer: one of ``OPTIMIZERS``; the scaled ones have a trust region for each network.
+        optimizer: one of ``AGENT_OPTIMIZERS``; the scaled ones have a trust region for each network.
         step_size, eps, trust_radius: α, ε and Δ.
         steps: of the environment, rounded up to whole rollouts.
         policy: ``"auto"``, ``"gaussian"`` or ``"categorical"``.

@@ -16,7 +16,8 @@ from ...compile.ensemble import ensemble
 from ...compile.step import compile_step
 from ...optim import CurvatureOptimizer
 from ..lab.store import seeded
-from .config import OPTIMIZERS, OWN, Config
+from ..optimizers import AGENT_OPTIMIZERS
+from .config import OWN, Config
 from .networks import Agent, Array, Categorical, Crew, Gaussian
 from .wrappers import Rollout, Worlds
 
@@ -235,15 +236,17 @@ def check_alike(configs: Sequence[Config]) -> None:
 
 def optimizer_for(agent: Agent, config: Config) -> CurvatureOptimizer:
     """One with a trust region for each network."""
-    kind = OPTIMIZERS[config.optimizer]
-    return kind.make(
+    spec = AGENT_OPTIMIZERS[config.optimizer]
+    optimizer = spec.make(
         [{"params": network.parameters()} for network in agent.networks.values()],
-        lr=config.step_size,
+        config.step_size,
         eps=config.eps,
-        trust_radius=config.trust_radius if kind.is_scaled else None,
+        trust_radius=config.trust_radius if spec.is_scaled else None,
         trust_region="group",
         on_nonfinite="skip",
     )
+    assert isinstance(optimizer, CurvatureOptimizer)
+    return optimizer
 
 
 def copies(tensors: Iterable[Tensor]) -> list[Tensor]:
