@@ -28,7 +28,7 @@ from environments import interleaved
 from records import header, made_by, save
 
 from hesscale.experiments.bench.measure import digits, message, quartiles, ratios, silence
-from hesscale.experiments.bench.methods import LeftOut
+from hesscale.experiments.bench.methods import NotMeasured
 from hesscale.experiments.bench.report import table
 from hesscale.experiments.bench.targets import spread
 from hesscale.experiments.optimizers import AGENT_OPTIMIZERS
@@ -81,13 +81,13 @@ class Ours(Timed):
     def __init__(self, algo: str, env: str, optimizer: str, together: int) -> None:
         super().__init__()
         self.algo, self.learning = algo, agents(algo, env, optimizer, together)
-        self.learning.worlds.collect = self.collector(self.learning.worlds.collect)
+        self.learning.envs.collect = self.collector(self.learning.envs.collect)
         self.agent_steps = ITERATIONS[algo] * self.learning.rollout * together
 
     def learn(self) -> None:
         for k in range(ITERATIONS[self.algo]):
             self.learning.iterate(is_logged=k % LOG_EVERY[self.algo] == 0)
-        if any(at is not None for at in self.learning.worlds.diverged_at):
+        if any(at is not None for at in self.learning.envs.diverged_at):
             raise RuntimeError(f"{self.algo} diverged, and steps that are not made take no time: choose a smaller step size")
 
 
@@ -102,7 +102,7 @@ class StableBaselines3(Timed):
         try:
             import stable_baselines3 as sb3
         except ImportError as error:
-            raise LeftOut(f"stable-baselines3 is not installed, or not with all that it needs ({error})") from None
+            raise NotMeasured(f"stable-baselines3 is not installed, or not with all that it needs ({error})") from None
         from stable_baselines3.common.monitor import Monitor
         from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 
@@ -136,7 +136,7 @@ def measured(algo: str, env: str, optimizers: Sequence[str], together: Sequence[
             with silence():  # MuJoCo finds attributes of gymnasium's models that it will not know for ever
                 case = make()
             case.run()
-        except LeftOut as error:
+        except NotMeasured as error:
             rows[k]["error"] = message(error)
             continue
         cases[k] = case

@@ -23,7 +23,17 @@ from .bench import HELP, Settings
 from .bench import run as run_bench
 from .bench.report import HEADER, cells
 from .bench.targets import slopes
-from .lab.commands import RUNS, Where, command_of, command_text, escaped, perform, settings_of, sweep_command, tasks_of
+from .lab.commands import (
+    RUNS,
+    RunOptions,
+    command_of,
+    command_text,
+    escaped,
+    run_experiment,
+    settings_of,
+    sweep_command,
+    tasks_of,
+)
 from .lab.data import download, load, names
 from .lab.download import DataError
 from .lab.experiment import experiments
@@ -154,7 +164,7 @@ def demo(
     for name in names:
         settings = settings_of(EXPERIMENTS[name], "small", {})
         tasks = tasks_of(EXPERIMENTS[name], [settings])
-        perform(EXPERIMENTS[name], tasks, Where(runs=where), command_text(name, "small", {}), settings)
+        run_experiment(EXPERIMENTS[name], tasks, RunOptions(runs=where), command_text(name, "small", {}), settings)
     Console().print(f"Took {time.perf_counter() - started:.0f} s. Open the page in a browser:", highlight=False)
     report(names, where, out)
 

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from hesscale.experiments.lab import database as database_module
 from hesscale.experiments.lab import run as run_module
+from hesscale.experiments.lab import run_database as database_module
 
 
 @pytest.fixture

@@ -180,7 +180,7 @@ def test_backpack_hands_its_diagonal_to_the_update(name, monkeypatch):
 
 def test_without_backpack_its_methods_say_so(monkeypatch):
     monkeypatch.setitem(sys.modules, "backpack", None)
-    with pytest.raises(methods.LeftOut, match="BackPACK is not installed"):
+    with pytest.raises(methods.NotMeasured, match="BackPACK is not installed"):
         Step(METHODS["backpack-h"], "eager", SMALL.model(CPU), SMALL.loss(), SMALL.data(CPU))
 
 
@@ -209,12 +209,12 @@ def test_a_compiled_step_is_asked_for_by_mode(monkeypatch):
     assert [row["ran_as"] for row in rows] == ["eager", "traced"]
     assert rows[1]["ratio"]["median"] == 1 != rows[1]["ratio_to_eager_adam"]["median"]
     assert "(ran as traced)" in report.workload_table({"rows": rows}, "cpu")
-    assert "ran as traced" in targets.doubts(rows[1])
+    assert "ran as traced" in targets.caveats(rows[1])
 
 
 def test_a_version_without_compile_step_says_so(monkeypatch):
     monkeypatch.delattr(hesscale, "compile_step", raising=False)
-    with pytest.raises(methods.LeftOut, match="no compile_step"):
+    with pytest.raises(methods.NotMeasured, match="no compile_step"):
         Step(METHODS["adam"], "compiled", SMALL.model(CPU), SMALL.loss(), SMALL.data(CPU))
 
 
@@ -329,7 +329,7 @@ def test_slow_methods_and_harmful_ones_are_left_out():
     assert row["error"].startswith("too slow: the first step took")
     (row,) = measure.rows_of(WORKLOADS["3c3d"], [(METHODS["backpack-h"], "eager")], CPU, rounds=1, block=1, limit=9, say=quietly)
     assert row["error"].startswith("left out: asks for")
-    with pytest.raises(methods.LeftOut, match="Linear and Tanh"):
+    with pytest.raises(methods.NotMeasured, match="Linear and Tanh"):
         Step(METHODS["exact-h"], "eager", nn.Sequential(nn.Linear(3, 2), nn.ELU()), SMALL.loss(), SMALL.data(CPU))
 
 
@@ -424,7 +424,7 @@ def test_targets_are_judged_by_the_record():
     ]
     found = {
         v.text: v
-        for v in targets.verdicts(
+        for v in targets.target_results(
             [
                 record_with(
                     rows, ensemble={"ratio": {"median": 4.5, "q1": 4, "q3": 5}, "ran_as": "compiled", "single_ms": [1] * 30}
@@ -438,7 +438,7 @@ def test_targets_are_judged_by_the_record():
     gauss_newton = found["CPU, mlp-64, eager, AdaHesScaleGN / AdaHesScale"]
     assert gauss_newton.reached is True
     assert "1.10 to Adam meets the paper's 1.25" in gauss_newton.measured
-    assert found["CPU, 3c3d, eager, AdaHesScale / the same Adam"] == targets.Verdict(
+    assert found["CPU, 3c3d, eager, AdaHesScale / the same Adam"] == targets.TargetResult(
         "CPU, 3c3d, eager, AdaHesScale / the same Adam", "≤ 1.70", "not measured", None
     )
     assert next(v for text, v in found.items() if "ensemble" in text).reached is True
@@ -467,7 +467,7 @@ def test_an_adam_that_fell_back_is_no_measure(quantity, mode):
 class TestGaussNewton:
     @staticmethod
     def judge(*records):
-        return targets.judge_gauss_newton(targets.TARGETS[0], records)
+        return targets.check_gauss_newton(targets.TARGETS[0], records)
 
     def test_both_rows_are_of_one_run(self):
         full, gn = measured("adahesscale", "eager", 2), measured("adahesscale-gn", "eager", 1)
@@ -508,7 +508,7 @@ def test_what_is_printed_is_on_the_side_of_the_limit_that_was_judged():
         found = targets.judge(targets.TARGETS[0], [record_with([measured("adahesscale", "eager", ratio)])])
         assert (found.measured, found.reached) == (f"{text} ({text}–{text})", reached)
     ensemble = {"ratio": {"median": 3.996, "q1": 3.9, "q3": 4}, "ran_as": "compiled", "single_ms": [1] * 30}
-    found = targets.judge_ensemble([record_with([], ensemble=ensemble)])
+    found = targets.check_ensemble([record_with([], ensemble=ensemble)])
     assert (found.measured, found.reached) == ("3.996 (3.900–4.000)", False)
 
 
@@ -523,10 +523,10 @@ def swept(sizes, above=0.0):
 
 def test_a_slope_needs_four_sizes():
     few, enough, steep = swept((1, 2, 4)), swept((1, 2, 4, 8)), swept((1, 2, 4, 8), 0.0502)
-    found, _ = targets.judge_sweep("layers", [few])
+    found, _ = targets.check_sweep("layers", [few])
     assert (found.measured, found.reached) == ("0.000, that is Adam's +0.000; 3 sizes, 4 are needed", None)
-    assert targets.judge_sweep("layers", [few, enough])[0].reached is True
-    found, _ = targets.judge_sweep("layers", [enough, steep, swept(())])
+    assert targets.check_sweep("layers", [few, enough])[0].reached is True
+    found, _ = targets.check_sweep("layers", [enough, steep, swept(())])
     assert (found.measured, found.reached) == ("0.050, that is Adam's +0.0502", False)
 
 
@@ -621,9 +621,9 @@ def test_an_ensemble_is_measured_against_single_runs_in_turn(monkeypatch):
     assert found["ratio"]["median"] == pytest.approx(sorted(expected)[1], rel=1e-3)
     assert found["ran_as"] == "compiled and eager"
     assert "times the member-steps per second" in report.ensemble_line({"ensemble": found})
-    verdict = targets.judge_ensemble([record_with([], ensemble=found)])
-    assert verdict.reached is None
-    assert "ran as compiled and eager; 3 rounds" in verdict.measured
+    result = targets.check_ensemble([record_with([], ensemble=found)])
+    assert result.reached is None
+    assert "ran as compiled and eager; 3 rounds" in result.measured
 
     def broken(*_):
         return lambda x, y: alone()(x, y) or (calls["alone"] > 110 and 1 / 0)

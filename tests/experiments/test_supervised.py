@@ -16,7 +16,7 @@ import hesscale
 from hesscale.experiments.figures import supervised
 from hesscale.experiments.lab.data import Dataset
 from hesscale.experiments.lab.experiment import as_task
-from hesscale.experiments.lab.marks import check
+from hesscale.experiments.lab.series_layout import check
 from hesscale.experiments.lab.store import Pause, Result, Store
 from hesscale.experiments.optimizers import IMAGE_OPTIMIZERS
 from hesscale.experiments.vision import images, members, problems, trainer

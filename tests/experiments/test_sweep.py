@@ -21,7 +21,7 @@ from hesscale.experiments.lab import sweep as sweep_module
 from hesscale.experiments.lab import workers as workers_module
 from hesscale.experiments.lab.experiment import as_task
 from hesscale.experiments.lab.store import Store
-from hesscale.experiments.lab.sweep import Interrupted, Watched, grid, run_tasks
+from hesscale.experiments.lab.sweep import Interrupted, SweepProgress, grid, run_tasks
 
 pytestmark = pytest.mark.usefixtures("quick_store")
 ROOT = Path(__file__).parent.parent.parent
@@ -58,7 +58,7 @@ def test_all_become_of_what_they_should(tmp_path, monkeypatch):
     }
     assert "in misbehave" in store.record("toy", raises).facts["traceback"]
     assert store.record("toy", dies).status == "interrupted"
-    assert watched[-1] == Watched(4, {})
+    assert watched[-1] == SweepProgress(4, {})
     assert {len(each.running) for each in watched} == {0, 1, 2}
     labels = {label for each in watched for label, _, _ in each.running.values()}
     assert labels == {"seed=2 fault=die", "seed=0 fault=die once", "seed=1 fault=", "seed=1 fault=raise", "seed=2 fault="}
@@ -164,7 +164,7 @@ def test_a_torn_run_stops_no_other(tmp_path):
 
 
 def test_interrupted_in_this_process(tmp_path):
-    def watch(watched: Watched) -> None:
+    def watch(watched: SweepProgress) -> None:
         if watched.finished == 1:
             raise KeyboardInterrupt
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .methods import BASELINE, EAGER, GRAPH, MODES, LeftOut, Method, Step
+from .methods import BASELINE, EAGER, GRAPH, MODES, Method, NotMeasured, Step
 from .workloads import Workload
 
 MEASURED = "measured"  # the part of a profile that counts
@@ -49,11 +49,11 @@ def prepare(workload: Workload, method: Method, mode: str, batch: tuple[Tensor, 
 
     def warmed() -> Step:
         if method.name in workload.left_out:
-            raise LeftOut(f"left out: {workload.left_out[method.name]}")
+            raise NotMeasured(f"left out: {workload.left_out[method.name]}")
         step = Step(method, mode, workload.model(device), workload.loss(), batch)
         spent = timed(step.run, 1, device)
         if spent > limit:
-            raise LeftOut(f"too slow: the first step took {spent:.1f} s, the limit is {limit:g} s")
+            raise NotMeasured(f"too slow: the first step took {spent:.1f} s, the limit is {limit:g} s")
         for _ in range(3 * method.period + 1):
             step.run()
         return step
@@ -208,7 +208,7 @@ def digits(value: float) -> float:
 def message(error: BaseException) -> str:
     """The first line of an error that says something, not too long for a table."""
     line = next((line for line in str(error).splitlines() if line.strip()), "")
-    text = f"{type(error).__name__}: {line}" if line and not isinstance(error, LeftOut) else line or type(error).__name__
+    text = f"{type(error).__name__}: {line}" if line and not isinstance(error, NotMeasured) else line or type(error).__name__
     return text if len(text) <= 200 else text[:199] + "…"
 
 

@@ -24,7 +24,7 @@ STEP_SIZE = 1e-8  # weights stay where they are: thousands of steps on one batch
 TRUST_RADIUS = 1e-8
 
 
-class LeftOut(Exception):
+class NotMeasured(Exception):
     """A method is not measured, for a reason that is no failure of its own."""
 
 
@@ -99,7 +99,7 @@ class Step:
             self.run = functools.partial(self.compiled, *batch)
         elif method.source.startswith("exact"):
             if not exact.can_be_exact(model):
-                raise LeftOut("left out: the dense recursion is written for networks of Linear and Tanh alone")
+                raise NotMeasured("left out: the dense recursion is written for networks of Linear and Tanh alone")
             self.backward = functools.partial(exact.backward, gauss_newton=method.source == "exact-ggn")
         elif method.source:
             self.extend()
@@ -142,7 +142,7 @@ class Step:
             package: Any = importlib.import_module("backpack")
             self.extension: Any = getattr(importlib.import_module("backpack.extensions"), self.method.source)
         except ImportError as error:
-            raise LeftOut(f"BackPACK is not installed ({error}): pip install backpack-for-pytorch") from None
+            raise NotMeasured(f"BackPACK is not installed ({error}): pip install backpack-for-pytorch") from None
         self.extending = package.backpack
         self.model, self.criterion = package.extend(self.model), package.extend(self.criterion)
         self.field: str = self.extension().savefield
@@ -159,7 +159,7 @@ class Step:
 def compiled_step(model: nn.Module, criterion: nn.Module, optimizer: torch.optim.Optimizer, mode: str) -> Any:
     make = getattr(hesscale, "compile_step", None)
     if make is None:
-        raise LeftOut("this version of hesscale has no compile_step")
+        raise NotMeasured("this version of hesscale has no compile_step")
     return make(model, loss_by(criterion), optimizer, backend="inductor", cuda_graph=mode == GRAPH)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..lab.files import write_whole
 from .methods import BASELINE, METHODS, MODES
-from .targets import NOT_MEASURED, Record, Row, Verdict, slopes, spread, verdicts
+from .targets import NOT_MEASURED, Record, Row, TargetResult, slopes, spread, target_results
 from .workloads import CUDA, SWEEPS
 
 BEGIN, END = "<!-- step cost: begin, written by step_cost.py --report -->", "<!-- step cost: end -->"
@@ -66,7 +66,7 @@ def page(record: Record, name: str) -> str:
 
 def readme(found: Sequence[tuple[Path, Record]], page: Path) -> str:
     """Every record's tables and all targets, with links to the files, for the page that collects them."""
-    parts = ["### Targets\n\n" + targets_table(verdicts([record for _, record in found]))]
+    parts = ["### Targets\n\n" + targets_table(target_results([record for _, record in found]))]
     for path, record in found:
         link = Path(os.path.relpath(path, page.parent)).as_posix()
         files = f"[Record]({link}), [figure]({link.removesuffix('.json')}.png).\n"
@@ -175,16 +175,16 @@ def ensemble_line(record: Record) -> str:
 
 def own_targets(record: Record) -> str:
     """The targets that this record says something about."""
-    found = [verdict for verdict in verdicts([record]) if verdict.measured != NOT_MEASURED]
+    found = [result for result in target_results([record]) if result.measured != NOT_MEASURED]
     return f"\n## Targets\n\n{targets_table(found)}" if found else ""
 
 
-def targets_table(found: Sequence[Verdict]) -> str:
-    return table(["work", "target", "measured", "reached"], [verdict_cells(verdict) for verdict in found])
+def targets_table(found: Sequence[TargetResult]) -> str:
+    return table(["work", "target", "measured", "reached"], [result_cells(result) for result in found])
 
 
-def verdict_cells(verdict: Verdict) -> list[str]:
-    return [verdict.text, verdict.target, verdict.measured, {True: "yes", False: "**no**", None: "–"}[verdict.reached]]
+def result_cells(result: TargetResult) -> list[str]:
+    return [result.text, result.target, result.measured, {True: "yes", False: "**no**", None: "–"}[result.reached]]
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

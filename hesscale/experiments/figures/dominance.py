@@ -1,6 +1,6 @@
 """Diagonal dominance of Hessians at pre-activations: Figure 3, Table 1 and Appendix E.
 
-ρ(A) = ‖diag A‖_F / ‖A‖_F of ∇²_{a_l} L in each hidden layer of an MLP, before and after training. Where the paper's text is
+ρ(A) = ‖diag A‖_F / ‖A‖_F of ∇²_{a_l} L in each hidden layer of an MLP, before and after training. RunOptions the paper's text is
 silent, the values are those of its authors' code: nn.Linear's initialization, Adam with step size 1e-4, pixels in [−1, 1], and
 the Hessian of the loss of one training example. The activation is tanh, not their ReLU: it comes near the
 published values, and ReLU does not.

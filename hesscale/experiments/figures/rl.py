@@ -69,7 +69,7 @@ PRESETS = {
 
 
 def tasks(settings: Settings) -> list[Config]:
-    from ..rl.wrappers import check_name
+    from ..rl.vector_env import check_name
 
     algos = choose(settings.algo, named(ALGORITHMS), "algorithm")
     pairs = with_step_sizes(settings.optimizer, settings.step_size, AGENT_OPTIMIZERS)
@@ -137,7 +137,7 @@ class Training:
     def __init__(self, tasks: Sequence[Config], runs: Sequence[Run]) -> None:
         self.steps, self.runs = tasks[0].steps, runs
         self.learning = algorithm(tasks)
-        self.worlds = self.learning.worlds
+        self.envs = self.learning.envs
         self.scores, self.pace = [Score() for _ in runs], Pace()
         for k, run in enumerate(runs):
             if run.state:
@@ -148,12 +148,12 @@ class Training:
     def finish(self) -> list[Mapping[str, Any]]:
         """Go on to the end. Returns what came out of each."""
         every, is_first = max(self.steps // POINTS, 1), True
-        while self.worlds.steps < self.steps and self.worlds.going:
-            begun, before = time.perf_counter(), self.worlds.steps
+        while self.envs.steps < self.steps and self.envs.active:
+            begun, before = time.perf_counter(), self.envs.steps
             is_logged = (before + self.learning.rollout) // every > before // every
             self.learning.iterate(is_logged)
             if not is_first:  # that one compiles
-                self.pace.add(self.worlds.steps - before, time.perf_counter() - begun)
+                self.pace.add(self.envs.steps - before, time.perf_counter() - begun)
             is_first = False
             if is_logged:
                 self.log()
@@ -162,11 +162,11 @@ class Training:
 
     def log(self) -> None:
         learning, pace = self.learning, self.pace.recent()
-        for k in self.worlds.going:
-            returns = self.scores[k].take(self.worlds.finished[k])
-            self.runs[k].log(self.worlds.steps, **learning.metrics[k], **learning.trust_metrics(k), **returns, **pace)
+        for k in self.envs.active:
+            returns = self.scores[k].take(self.envs.finished[k])
+            self.runs[k].log(self.envs.steps, **learning.metrics[k], **learning.trust_metrics(k), **returns, **pace)
         for run in self.runs:
-            run.progress(min(self.worlds.steps, self.steps), self.steps)
+            run.progress(min(self.envs.steps, self.steps), self.steps)
 
     def save_sometimes(self) -> None:
         if not self.can_save or time.monotonic() - self.saved < CHECKPOINT_SECONDS:
@@ -192,10 +192,10 @@ class Training:
         from ..rl.evaluate import save_policy
 
         save_policy(self.runs[k].directory / "policy.pt", self.learning.policy(k))
-        self.scores[k].take(self.worlds.finished[k])
-        taken = sum(self.worlds.steps if at is None else at for at in self.worlds.diverged_at)
-        rate = None if self.pace.mean is None else self.pace.mean * taken / self.worlds.steps
-        values = {"diverged_at": self.worlds.diverged_at[k], "steps_per_second": rate, "together": len(self.runs)}
+        self.scores[k].take(self.envs.finished[k])
+        taken = sum(self.envs.steps if at is None else at for at in self.envs.diverged_at)
+        rate = None if self.pace.mean is None else self.pace.mean * taken / self.envs.steps
+        values = {"diverged_at": self.envs.diverged_at[k], "steps_per_second": rate, "together": len(self.runs)}
         return {**self.scores[k].values(), **values}
 
 

@@ -13,7 +13,7 @@ from ...compile.step import BACKENDS
 from ..lab.choices import choose, named
 from ..lab.experiment import Experiment, option
 from ..optimizers import HELP, IMAGE_OPTIMIZERS, with_step_sizes
-from ..vision.config import Task, companions
+from ..vision.config import Task, group_key
 from ..vision.members import PRECISIONS
 from ..vision.problems import ACTIVATIONS, PADDINGS, PROBLEMS
 from ..vision.trainer import run, run_together
@@ -120,5 +120,5 @@ EXPERIMENT = Experiment(
     sections,
     alone=is_timed,
     run_together=run_together,
-    kind=companions,
+    kind=group_key,
 )

@@ -24,7 +24,7 @@ from .experiment import PRESETS, Experiment, as_task
 from .machine import commit
 from .plots import Table
 from .store import FINISHED, DamagedRun, Record, Store, Task
-from .sweep import Interrupted, Watched, grid, run_tasks
+from .sweep import Interrupted, SweepProgress, grid, run_tasks
 
 RUNS = Path("out/runs")
 TOGETHER = 16
@@ -32,7 +32,7 @@ SECONDS_BETWEEN_LINES = 20.0
 
 
 @dataclass(frozen=True)
-class Where:
+class RunOptions:
     """How to run what settings ask for."""
 
     workers: int = dataclasses.field(default=0, metadata={"help": "processes; as many as there are cores unless given"})
@@ -48,25 +48,26 @@ class Where:
         return Store(self.runs, tensorboard=self.tensorboard)
 
 
-def where_of(given: Mapping[str, Any]) -> Where:
+def run_options(given: Mapping[str, Any]) -> RunOptions:
     """As the user gave it, with ~ for home."""
     expanded: dict[str, Any] = {name: value.expanduser() if isinstance(value, Path) else value for name, value in given.items()}
-    return Where(**expanded)
+    return RunOptions(**expanded)
 
 
 def command_of(experiment: Experiment) -> Callable[..., None]:
     """A function with an option for every setting, as typer reads them."""
 
     def command(preset: str, **given: Any) -> None:
-        where = where_of({field.name: given.pop(field.name) for field in dataclasses.fields(Where)})
+        where = run_options({field.name: given.pop(field.name) for field in dataclasses.fields(RunOptions)})
         changed = {name: value for name, value in given.items() if value is not None}
         settings = settings_of(experiment, preset, changed)
-        perform(experiment, tasks_of(experiment, [settings]), where, command_text(experiment.name, preset, changed), settings)
+        tasks, text = tasks_of(experiment, [settings]), command_text(experiment.name, preset, changed)
+        run_experiment(experiment, tasks, where, text, settings)
 
     own = [
         parameter(field, hints(experiment.settings), None, values_in_presets(experiment, field)) for field in fields(experiment)
     ]
-    shared = [parameter(field, hints(Where), field.default) for field in dataclasses.fields(Where)]
+    shared = [parameter(field, hints(RunOptions), field.default) for field in dataclasses.fields(RunOptions)]
     command.__signature__ = inspect.Signature([PRESET, *own, *shared])  # type: ignore[attr-defined]
     command.__annotations__ = {}
     command.__doc__ = experiment.title
@@ -86,7 +87,7 @@ def sweep_command(known: Mapping[str, Experiment]) -> Callable[..., None]:
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="--over") from None
         command = shlex.join(["hesscale", "sweep", experiment, f"--preset={preset}", *[f"--over={values}" for values in over]])
-        perform(chosen, tasks_of(chosen, several), where_of(given), command, *several)
+        run_experiment(chosen, tasks_of(chosen, several), run_options(given), command, *several)
 
     argument = typer.Argument(help=f"one of {', '.join(known)}")
     over = typer.Option("--over", help="a setting and its values, as step_size=0.1,0.01; may be given several times")
@@ -96,7 +97,7 @@ def sweep_command(known: Mapping[str, Experiment]) -> Callable[..., None]:
             inspect.Parameter("experiment", kind, annotation=Annotated[str, argument]),
             PRESET,
             inspect.Parameter("over", kind, default=[], annotation=Annotated[list[str], over]),
-            *[parameter(field, hints(Where), field.default) for field in dataclasses.fields(Where)],
+            *[parameter(field, hints(RunOptions), field.default) for field in dataclasses.fields(RunOptions)],
         ]
     )
     sweep.__annotations__ = {}
@@ -172,7 +173,7 @@ def command_text(name: str, preset: str, changed: Mapping[str, Any]) -> str:
     return shlex.join(["hesscale", name, f"--preset={preset}", *words])
 
 
-def perform(experiment: Experiment, tasks: list[Task], where: Where, command: str, *several: Any) -> None:
+def run_experiment(experiment: Experiment, tasks: list[Task], where: RunOptions, command: str, *several: Any) -> None:
     """Do what is left of these tasks, with progress, and show the tables of what came out."""
     console, store = Console(), where.store
     if where.workers < 0:
@@ -216,7 +217,7 @@ def finish(console: Console, experiment: Experiment, store: Store, settings: Any
         raise typer.Exit(1) from None
 
 
-def check_inputs(experiment: Experiment, tasks: list[Task], finished: list[Record], where: Where) -> None:
+def check_inputs(experiment: Experiment, tasks: list[Task], finished: list[Record], where: RunOptions) -> None:
     """Data must be there for what is left to do, and what was done before must have been done with those that are here."""
     done = {record.directory for record in finished}
     left = [task for task in tasks if where.store.directory(experiment.name, task) not in done]
@@ -234,12 +235,12 @@ def check_inputs(experiment: Experiment, tasks: list[Task], finished: list[Recor
             raise typer.BadParameter(f"{record.directory} was done with other data of the same name; use other --runs")
 
 
-def do(console: Console, experiment: Experiment, tasks: list[Task], where: Where, command: str) -> list[tuple[Path, str]]:
+def do(console: Console, experiment: Experiment, tasks: list[Task], where: RunOptions, command: str) -> list[tuple[Path, str]]:
     """Run what is left. Returns what failed."""
     workers = 1 if experiment.is_alone(tasks) else where.workers or os.cpu_count() or 1
     try:
         with bars(console) as progress:
-            watch = watcher(progress, len(tasks)) if console.is_terminal else teller(console, len(tasks))
+            watch = progress_bars(progress, len(tasks)) if console.is_terminal else progress_lines(console, len(tasks))
             return run_tasks(
                 experiment,
                 where.store,
@@ -261,12 +262,12 @@ def bars(console: Console) -> Progress:
     return Progress(*columns, console=console)
 
 
-def watcher(progress: Progress, total: int) -> Callable[[Watched], None]:
+def progress_bars(progress: Progress, total: int) -> Callable[[SweepProgress], None]:
     """Draws a bar for all runs, and one for each that is being worked on."""
     whole = progress.add_task("runs", total=total)
     each: dict[str, Any] = {}
 
-    def draw(watched: Watched) -> None:
+    def draw(watched: SweepProgress) -> None:
         progress.update(whole, completed=watched.finished)
         for key, (label, done, all_of_it) in watched.running.items():
             if key not in each:
@@ -278,11 +279,11 @@ def watcher(progress: Progress, total: int) -> Callable[[Watched], None]:
     return draw
 
 
-def teller(console: Console, total: int) -> Callable[[Watched], None]:
+def progress_lines(console: Console, total: int) -> Callable[[SweepProgress], None]:
     """Says now and then how far it is, where no bar can be drawn."""
     said = time.monotonic()
 
-    def say(watched: Watched) -> None:
+    def say(watched: SweepProgress) -> None:
         nonlocal said
         if time.monotonic() - said >= SECONDS_BETWEEN_LINES:
             said = time.monotonic()

@@ -81,7 +81,7 @@ class Remote:
 
 @dataclass(frozen=True)
 class Source:
-    """Where a data set lies below the folder of data sets, and what must be found there."""
+    """RunOptions a data set lies below the folder of data sets, and what must be found there."""
 
     title: str
     classes: int
@@ -98,7 +98,7 @@ def names() -> list[str]:
 
 
 def folder(root: str | Path | None = None) -> Path:
-    """Where data sets are: ``root``, or ``HESSCALE_DATA``, or ``data`` below the working directory."""
+    """RunOptions data sets are: ``root``, or ``HESSCALE_DATA``, or ``data`` below the working directory."""
     return Path(root or os.environ.get("HESSCALE_DATA") or "data").expanduser()
 
 

@@ -8,9 +8,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .interactive import figures, text
-from .marks import marks
+from .plotly_figures import figures, text
 from .plots import Heat, Plot, Section, Table
+from .series_layout import lay_out
 
 if TYPE_CHECKING:
     from .report import Account
@@ -119,7 +119,7 @@ def experiment(account: Account) -> str:
     for number, section in enumerate(account.sections, 1):
         parts.append(f'<div id="{slug(account.name)}-{number}">\n{section_of(account, section)}</div>\n')
     parts.append(how_made("How this was made", account.command, account.settings, account.made))
-    for found in account.earlier:
+    for found in account.baselines:
         others = {name: value for name, value in found.items() if name not in ("command", "settings")}
         parts.append(how_made("Beside it, from an earlier report", found["command"], found.get("settings", {}), others))
     return "".join([*parts, "</section>\n"])
@@ -157,7 +157,7 @@ def legend(plot: Plot, colours: Mapping[str, str] | None) -> str:
     buttons = [
         f'<button type="button" class="{mark.kind}{" dashed" if mark.dashed else ""}" style="--colour: {mark.colour}" '
         f'aria-pressed="true" data-name="{html.escape(text(mark.label))}">{html.escape(mark.label)}</button>'
-        for mark in marks(plot, colours)[0]
+        for mark in lay_out(plot, colours)[0]
         if mark.in_legend
     ]
     return f'<div class="legend">{"".join(buttons)}</div>' if buttons else ""
@@ -167,7 +167,7 @@ def notes(item: Plot | Heat, colours: Mapping[str, str] | None) -> list[str]:
     """What is to be known of a drawing that its caption cannot know."""
     if isinstance(item, Heat):
         return []
-    drawn, left_out = marks(item, colours)
+    drawn, left_out = lay_out(item, colours)
     return ["Dashes are medians." if any(mark.medians for mark in drawn) else "", left_out]
 
 

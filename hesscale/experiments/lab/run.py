@@ -20,7 +20,10 @@ from typing import Any
 
 import torch
 
-from .database import (
+from .files import write_whole
+from .locks import is_same_file, lock
+from .machine import commit, machine
+from .run_database import (
     FORMAT,
     DamagedRun,
     Row,
@@ -34,9 +37,6 @@ from .database import (
     reading,
     write_facts,
 )
-from .files import write_whole
-from .locks import is_same_file, lock
-from .machine import commit, machine
 
 RUNNING, FINISHED, FAILED = "running", "finished", "failed"
 FLUSH_SECONDS = 1.0

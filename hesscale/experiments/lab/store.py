@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from .database import DamagedRun, Metrics, by_name, connect, digest, read_facts, read_rows, reading, unpack
 from .locks import BusyRun, is_locked
 from .run import FAILED, FINISHED, RUNNING, Pause, Run, Task, check_identity, has_begun, key_of, now
+from .run_database import DamagedRun, Metrics, by_name, connect, digest, read_facts, read_rows, reading, unpack
 
 __all__ = [
     "FAILED",

@@ -33,7 +33,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 @dataclass
-class Watched:
+class SweepProgress:
     """How far a sweep is.
 
     Attributes:
@@ -63,7 +63,7 @@ def run_tasks(
     command: str,
     together: int = 1,
     ray: str | None = None,
-    watch: Callable[[Watched], None] | None = None,
+    watch: Callable[[SweepProgress], None] | None = None,
 ) -> Outcome:
     """Do what is left of some tasks.
 
@@ -110,7 +110,7 @@ class Sweep:
         tasks: list[Task],
         data: Path | None,
         command: str,
-        watch: Callable[[Watched], None] | None,
+        watch: Callable[[SweepProgress], None] | None,
         together: int = 1,
     ) -> None:
         self.experiment, self.store, self.data, self.command, self.watch = portable(experiment), store, data, command, watch
@@ -173,7 +173,7 @@ class Sweep:
             record = self.store.record(self.experiment.name, self.tasks[key])
             facts = {} if record is None else record.facts
             running[key] = self.label(key), facts.get("done", 0), facts.get("total", 0)
-        self.watch(Watched(self.outcome.finished, running))
+        self.watch(SweepProgress(self.outcome.finished, running))
 
     def label(self, key: str) -> str:
         """Those of its settings that not all tasks have."""

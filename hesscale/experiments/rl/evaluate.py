@@ -19,9 +19,9 @@ import torch
 from ...errors import NonFiniteError
 from ..lab.files import write_whole
 from .config import Config
-from .networks import Agent, Array, Categorical, Crew, Gaussian, draws_of
-from .simulation import is_mujoco
-from .wrappers import CLIP, DEFAULT_LENGTH, check_name
+from .mujoco_state import is_mujoco
+from .networks import Agent, AgentBatch, Array, Categorical, Gaussian, action_generator
+from .vector_env import CLIP, DEFAULT_LENGTH, check_name
 
 try:
     import gymnasium
@@ -29,7 +29,7 @@ except ModuleNotFoundError:
     raise ModuleNotFoundError("reinforcement learning needs gymnasium: pip install 'hesscale[rl]'") from None
 
 FORMAT = 1
-MOST_PICTURES = 60  # a second, of a video
+MAX_PICTURES = 60  # a second, of a video
 PARTS = ("config", "agent", "seen", "steps")
 
 
@@ -171,24 +171,24 @@ def make(policy: Policy, render_mode: str | None = None) -> Any:
     is_discrete = isinstance(actions, gymnasium.spaces.Discrete)
     size = math.prod(env.observation_space.shape or (0,))
     fits = is_discrete == isinstance(policy.agent, Categorical) and policy.mean.shape == policy.variance.shape == (size,)
-    crew = Crew([policy.agent])
+    batch = AgentBatch([policy.agent])
     outputs = int(actions.n) if is_discrete else math.prod(actions.shape or (0,))
-    inputs = next(iter(crew.arrays.values()))[0][0].shape[-1]
-    if not fits or inputs != size + policy.sees_time or crew.outputs != outputs:
+    inputs = next(iter(batch.arrays.values()))[0][0].shape[-1]
+    if not fits or inputs != size + policy.sees_time or batch.outputs != outputs:
         raise ValueError(f"the policy was learned in an environment with other observations or actions than {name} has here")
     return env
 
 
 def play(policy: Policy, env: Any, seed: int, *, deterministic: bool = True, watch: Callable[[], Any] = lambda: None) -> Episode:
     """One episode; ``watch`` is called at each of its states."""
-    crew, draws = Crew([policy.agent]), draws_of(seed)
+    batch, draws = AgentBatch([policy.agent]), action_generator(seed)
     limit = (env.spec.max_episode_steps if env.spec else None) or DEFAULT_LENGTH
     raw, _ = env.reset(seed=seed)
     total, length, ended = 0.0, 0, False
     while not ended:
         watch()
-        noise = np.zeros((1, crew.outputs), np.float32) if deterministic else crew.noise(draws, 1)
-        (action,), signs = crew.act(policy.see(raw, 1 - length / limit), noise)
+        noise = np.zeros((1, batch.outputs), np.float32) if deterministic else batch.noise(draws, 1)
+        (action,), signs = batch.act(policy.see(raw, 1 - length / limit), noise)
         if not np.isfinite(signs).all():
             raise NonFiniteError(f"the policy's action at step {length} is not finite: it has diverged")
         raw, reward, terminated, truncated, _ = env.step(given(env.action_space, action))
@@ -226,7 +226,7 @@ def film(policy: Policy, path: Path | str, episodes: int = 1, seed: int = 0, *, 
         env.reset(seed=seed)
         height, width, _ = picture(env).shape
         fps = env.metadata.get("render_fps") or 30
-        every = math.ceil(fps / MOST_PICTURES)
+        every = math.ceil(fps / MAX_PICTURES)
         options = {"fps": fps / every, "macro_block_size": 2, "output_params": ["-f", "mp4"], "ffmpeg_log_level": "error"}
         writer = imageio_ffmpeg.write_frames(str(partial), (width, height), **options)
         writer.send(None)
@@ -276,7 +276,7 @@ def follow(env: Any) -> None:
 
 
 def choose_gl() -> None:
-    """Where there is no display, let MuJoCo draw by EGL, or else by OSMesa, unless the variable MUJOCO_GL says something."""
+    """RunOptions there is no display, let MuJoCo draw by EGL, or else by OSMesa, unless the variable MUJOCO_GL says something."""
     if sys.platform != "linux" or any(os.environ.get(name) for name in ("MUJOCO_GL", "DISPLAY", "WAYLAND_DISPLAY")):
         return
     why = ""

@@ -18,10 +18,10 @@ from ...optim import CurvatureOptimizer
 from ..lab.store import seeded
 from ..optimizers import AGENT_OPTIMIZERS
 from .config import OWN, Config
-from .networks import Agent, Array, Categorical, Crew, Gaussian
-from .wrappers import Rollout, Worlds
+from .networks import Agent, AgentBatch, Array, Categorical, Gaussian
+from .vector_env import Rollout, VectorEnv
 
-MOST_NORM = 0.5  # of gradients in CleanRL's protocol
+MAX_NORM = 0.5  # of gradients in CleanRL's protocol
 
 
 class Algorithm:
@@ -45,19 +45,19 @@ class Algorithm:
         check_alike(configs)
         self.configs, self.config = list(configs), configs[0]
         options = {"gamma": self.gamma, "normalize": self.config.normalize, "time_feature": time_feature}
-        self.make_worlds: Callable[[list[int]], Worlds] = lambda seeds: Worlds(self.config.env, seeds, **options)  # type: ignore[arg-type]
-        self.worlds = self.make_worlds([config.seed for config in configs])
+        self.make_envs: Callable[[list[int]], VectorEnv] = lambda seeds: VectorEnv(self.config.env, seeds, **options)  # type: ignore[arg-type]
+        self.envs = self.make_envs([config.seed for config in configs])
         self.agents: list[Agent] = []
         for config in reversed(configs):
             with seeded(config.seed):
-                self.agents.insert(0, agent_for(self.worlds, config, orthogonal=orthogonal))
+                self.agents.insert(0, agent_for(self.envs, config, orthogonal=orthogonal))
                 self.random_state = torch.get_rng_state()  # from here on that of AdaHessian's draws, by the first seed
-        self.crew = Crew(self.agents)
+        self.agent_batch = AgentBatch(self.agents)
         self.shuffles = [torch.Generator().manual_seed(config.seed) for config in configs]
         self.optimizers = [optimizer_for(agent, config) for agent, config in zip(self.agents, configs, strict=True)]
         self.step = self.make_step()
         self.is_warm = self.is_cleanrl
-        self.twin: Worlds | None = None  # a copy of the first from what was saved, which is to do the same
+        self.replica: VectorEnv | None = None  # a copy of the first from what was saved, which is to do the same
         self.is_checked = False
         self.kept: dict[int, dict[str, Any]] = {}  # policies of those that diverged
         self.batch: list[Tensor] = []
@@ -73,7 +73,7 @@ class Algorithm:
         raise NotImplementedError
 
     def learn(self, rollout: Rollout) -> None:
-        """Update the networks, which ``crew`` has as they were during the rollout, and keep the ``batch`` that it was made of."""
+        """Update the networks and keep the ``batch`` of the update; ``agent_batch`` has the weights of the rollout."""
         raise NotImplementedError
 
     def measure(self, k: int) -> dict[str, float]:
@@ -93,22 +93,22 @@ class Algorithm:
         """A rollout, and what it teaches."""
         if self.is_cleanrl:
             self.anneal()
-        self.crew.look()
-        twin, self.twin = self.twin, None
-        rollout = self.worlds.collect(self.crew, self.rollout)
-        if twin is not None and 0 in self.worlds.going:
-            self.compare(rollout, twin.collect(Crew(self.agents[:1]), self.rollout))
+        self.agent_batch.refresh()
+        replica, self.replica = self.replica, None
+        rollout = self.envs.collect(self.agent_batch, self.rollout)
+        if replica is not None and 0 in self.envs.active:
+            self.compare(rollout, replica.collect(AgentBatch(self.agents[:1]), self.rollout))
         self.keep()
-        if not self.worlds.going:
+        if not self.envs.active:
             return
         with self.own_random_numbers():
             self.learn(rollout)
-        for k in [k for k in self.worlds.going if self.optimizers[k].nonfinite_steps]:
-            self.worlds.stop(k)
+        for k in [k for k in self.envs.active if self.optimizers[k].nonfinite_steps]:
+            self.envs.stop(k)
         self.keep()
         if is_logged:
             with torch.no_grad():
-                for k in self.worlds.going:
+                for k in self.envs.active:
                     self.metrics[k] = self.measure(k)
 
     def compare(self, rollout: Rollout, other: Rollout) -> None:
@@ -117,13 +117,13 @@ class Algorithm:
 
     def keep(self) -> None:
         """Policies of those that diverged, as they were then."""
-        for k, at in enumerate(self.worlds.diverged_at):
+        for k, at in enumerate(self.envs.diverged_at):
             if at is not None and k not in self.kept:
                 self.kept[k] = self.policy(k)
 
     def anneal(self) -> None:
         """The step size falls to 0."""
-        share = max(1 - self.worlds.steps / self.config.steps, 0)
+        share = max(1 - self.envs.steps / self.config.steps, 0)
         for config, optimizer in zip(self.configs, self.optimizers, strict=True):
             for group in optimizer.param_groups:
                 group["lr"] = share * config.step_size
@@ -146,7 +146,7 @@ class Algorithm:
 
     def warm_up(self, batch: tuple[Tensor, ...]) -> None:
         """Compile by steps that are taken back, so that all that count are made by the same code, also after an interruption."""
-        before = [(copies(agent.parameters()), state_of(optimizer)) for agent, optimizer in self.pairs()]
+        before = [(copies(agent.parameters()), optimizer_state(optimizer)) for agent, optimizer in self.pairs()]
         with torch.random.fork_rng(devices=[]):
             for _ in range(2):
                 self.step(*batch)
@@ -154,7 +154,7 @@ class Algorithm:
             with torch.no_grad():
                 for p, weight in zip(agent.parameters(), weights, strict=True):
                     p.copy_(weight)
-            take_back(optimizer, state)
+            restore_optimizer(optimizer, state)
         self.is_warm = True
 
     def pairs(self) -> list[tuple[Agent, CurvatureOptimizer]]:
@@ -165,13 +165,13 @@ class Algorithm:
         for k, (agent, optimizer) in enumerate(self.pairs()):
             optimizer.zero_grad()
             optimizer.backward(self.loss(agent, *[tensor[k] for tensor in batch]))
-            nn.utils.clip_grad_norm_(agent.parameters(), MOST_NORM)
+            nn.utils.clip_grad_norm_(agent.parameters(), MAX_NORM)
             optimizer.step()
 
     def values(self, rollout: Rollout) -> tuple[Array, Array]:
         """v(s_t) and v(s_{t+1})."""
         both = np.concatenate([rollout.observations, rollout.following], 1)
-        values = self.crew.values(torch.from_numpy(both)).numpy()
+        values = self.agent_batch.values(torch.from_numpy(both)).numpy()
         return values[:, : self.rollout], values[:, self.rollout :]
 
     def trust_metrics(self, k: int) -> dict[str, float]:
@@ -189,13 +189,13 @@ class Algorithm:
         Raises:
             TypeError: if the environment's state cannot be saved.
         """
-        world, optimizer = self.worlds.state(k), self.optimizers[k].state_dict()
+        env, optimizer = self.envs.state(k), self.optimizers[k].state_dict()
         entries = {i: {name: entry.clone() for name, entry in own.items()} for i, own in optimizer["state"].items()}
-        if k == 0 and not self.is_checked and k in self.worlds.going:
-            self.twin, self.is_checked = self.make_worlds([self.config.seed]), True
-            self.twin.load(0, world)
+        if k == 0 and not self.is_checked and k in self.envs.active:
+            self.replica, self.is_checked = self.make_envs([self.config.seed]), True
+            self.replica.load(0, env)
         return {
-            "world": world,
+            "world": env,
             **self.policy(k),
             "optimizer": {**optimizer, "state": entries},  # copies, since each is a view of what all agents have
             "counters": {name: count.clone() for name, count in self.optimizers[k].counters.items()},
@@ -210,12 +210,12 @@ class Algorithm:
         return {
             "config": dataclasses.asdict(self.configs[k]),
             "agent": {name: tensor.clone() for name, tensor in self.agents[k].state_dict().items()},
-            "seen": self.worlds.seen.state(k),
-            "steps": self.worlds.steps if (at := self.worlds.diverged_at[k]) is None else at,
+            "seen": self.envs.seen.state(k),
+            "steps": self.envs.steps if (at := self.envs.diverged_at[k]) is None else at,
         }
 
     def load(self, k: int, state: dict[str, Any]) -> None:
-        self.worlds.load(k, state["world"])
+        self.envs.load(k, state["world"])
         self.agents[k].load_state_dict(state["agent"])
         self.optimizers[k].load_state_dict(state["optimizer"])
         self.optimizers[k].counters.update(state["counters"])
@@ -253,14 +253,14 @@ def copies(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [tensor.detach().clone() for tensor in tensors]
 
 
-def state_of(optimizer: CurvatureOptimizer) -> tuple[list[dict[str, Tensor]], dict[str, Tensor], int]:
+def optimizer_state(optimizer: CurvatureOptimizer) -> tuple[list[dict[str, Tensor]], dict[str, Tensor], int]:
     """Of each parameter, counters, and how many steps it has made."""
     entries = [{name: entry.clone() for name, entry in optimizer.state[p].items()} for p in optimizer.parameters()]
     counters = {name: count.clone() for name, count in optimizer.counters.items()}
     return entries, counters, optimizer.param_groups[0]["step_count"]
 
 
-def take_back(optimizer: CurvatureOptimizer, state: tuple[list[dict[str, Tensor]], dict[str, Tensor], int]) -> None:
+def restore_optimizer(optimizer: CurvatureOptimizer, state: tuple[list[dict[str, Tensor]], dict[str, Tensor], int]) -> None:
     """In place, as it was; what has been added since is 0."""
     known, counters, taken = state
     for p, entries in zip(optimizer.parameters(), known, strict=True):
@@ -272,15 +272,15 @@ def take_back(optimizer: CurvatureOptimizer, state: tuple[list[dict[str, Tensor]
         group["step_count"] = taken
 
 
-def agent_for(world: Worlds, config: Config, *, orthogonal: bool) -> Agent:
+def agent_for(env: VectorEnv, config: Config, *, orthogonal: bool) -> Agent:
     """Networks of the environment's sizes."""
-    wanted = "categorical" if world.is_discrete else "gaussian"
+    wanted = "categorical" if env.is_discrete else "gaussian"
     if config.policy not in ("auto", wanted):
-        kind = "discrete" if world.is_discrete else "continuous"
+        kind = "discrete" if env.is_discrete else "continuous"
         raise ValueError(f"{config.env} has {kind} actions, for which policy={config.policy!r} is none; use {wanted!r} or 'auto'")
-    if world.is_discrete:
-        return Categorical(world.inputs, world.outputs, orthogonal=orthogonal)
-    return Gaussian(world.inputs, world.outputs, orthogonal=orthogonal, shared=config.protocol == "cleanrl")
+    if env.is_discrete:
+        return Categorical(env.inputs, env.outputs, orthogonal=orthogonal)
+    return Gaussian(env.inputs, env.outputs, orthogonal=orthogonal, shared=config.protocol == "cleanrl")
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float:

@@ -19,7 +19,7 @@ from ... import losses
 Array: TypeAlias = Any  # of numpy
 Outputs: TypeAlias = Mapping[str, Any]  # of networks by name: arrays or tensors
 
-LEAST_VARIANCE = 1e-16  # σ is at least 1e-8
+MIN_VARIANCE = 1e-16  # σ is at least 1e-8
 
 
 def network(inputs: int, widths: Sequence[int], outputs: int, *, orthogonal: bool, gain: float) -> nn.Sequential:
@@ -94,7 +94,7 @@ class Gaussian(Agent):
 
     def forward(self, observations: Tensor) -> tuple[Tensor, Tensor]:
         """μ and σ²."""
-        return self.mean(observations), self.variance(observations).exp().clamp(min=LEAST_VARIANCE)
+        return self.mean(observations), self.variance(observations).exp().clamp(min=MIN_VARIANCE)
 
     @staticmethod
     def noise(draws: np.random.Generator, shape: tuple[int, ...]) -> Array:
@@ -102,13 +102,13 @@ class Gaussian(Agent):
 
     @staticmethod
     def actions(outputs: Outputs, noise: Array) -> tuple[Array, Array]:
-        variance = np.maximum(np.exp(outputs["variance"]), np.float32(LEAST_VARIANCE))
+        variance = np.maximum(np.exp(outputs["variance"]), np.float32(MIN_VARIANCE))
         actions = outputs["mean"] + np.sqrt(variance) * noise
         return actions, actions
 
     @staticmethod
     def log_prob(outputs: Outputs, actions: Tensor) -> Tensor:
-        variance = outputs["variance"].exp().clamp(min=LEAST_VARIANCE)
+        variance = outputs["variance"].exp().clamp(min=MIN_VARIANCE)
         return losses.gaussian_log_prob(outputs["mean"], actions, variance=variance)
 
     def policy_gradient(self, observations: Tensor, actions: Tensor, advantages: Tensor) -> Tensor:
@@ -150,7 +150,7 @@ class Categorical(Agent):
         return losses.categorical_ppo(self.logits(observations), actions, advantages, old, clip=clip)
 
 
-def draws_of(seed: int) -> np.random.Generator:
+def action_generator(seed: int) -> np.random.Generator:
     """Random numbers for actions; gymnasium draws an environment's from ``default_rng(seed)``, and these must not be the same."""
     return np.random.default_rng([seed, 1])
 
@@ -169,7 +169,7 @@ class Column(NamedTuple):
         return biases if self.scale == 1 else self.scale * biases
 
 
-class Crew:
+class AgentBatch:
     """Agents of one kind side by side: all networks of one name are evaluated at once.
 
     Single observations are evaluated by numpy, which takes a sixth of torch's time for them.
@@ -180,17 +180,17 @@ class Crew:
         self.columns = {name: columns_of([agent.networks[name] for agent in agents]) for name in agents[0].networks}
         self.parameters = [p for agent in agents for p in agent.parameters()]
         self.viewed: list[int] = []  # where all parameters are, if what is here are views of them
-        self.look()
+        self.refresh()
         self.outputs = next(iter(self.arrays.values()))[-1][1].shape[1]
 
     @torch.no_grad()
-    def look(self) -> None:
-        """See the weights as they are now. Of changes that come later, some may be seen at once: look again after each."""
+    def refresh(self) -> None:
+        """Take the weights as they are now. Of changes that come later, some may be seen at once: look again after each."""
         places = [p.data_ptr() for p in self.parameters]
         if places == self.viewed:
             return
         self.layers: dict[str, Layers] = {
-            name: [(side_by_side(c.weights), c.scaled(side_by_side(c.biases)[:, None])) for c in columns]
+            name: [(stack_or_view(c.weights), c.scaled(stack_or_view(c.biases)[:, None])) for c in columns]
             for name, columns in self.columns.items()
         }
         policy = {name: layers for name, layers in self.layers.items() if name != "critic"}
@@ -223,7 +223,7 @@ class Crew:
         return self.kind.log_prob({name: evaluate(self.layers[name], observations) for name in self.arrays}, actions)
 
 
-def side_by_side(tensors: list[Tensor]) -> Tensor:
+def stack_or_view(tensors: list[Tensor]) -> Tensor:
     """All as one, with another first dimension: a view where they lie evenly in one memory, as those of an ensemble do."""
     first, last = tensors[0].detach(), tensors[-1]
     if len(tensors) == 1:

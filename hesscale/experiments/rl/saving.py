@@ -19,7 +19,7 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.spaces import Space
 from gymnasium.wrappers import PassiveEnvChecker
 
-from .simulation import can_sleep, is_mujoco, load_simulation, save_simulation
+from .mujoco_state import can_sleep, is_mujoco, load_simulation, save_simulation
 
 FORMAT = 1
 Array: TypeAlias = Any  # of numpy

@@ -45,7 +45,7 @@ class Task:
         return spec.label + (f", Δ = {self.trust_radius:g}" if spec.is_scaled else "") + longer
 
 
-def companions(task: Task) -> Task:
+def group_key(task: Task) -> Task:
     """The same for tasks that can be done together: they may differ in their step sizes and seeds."""
     return replace(task, step_size=0.0, seed=0)
 

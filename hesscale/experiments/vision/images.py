@@ -15,7 +15,7 @@ from torch import Tensor
 from ..lab.data import load
 from .problems import Problem
 
-MOST_VALIDATION = 10_000  # a fifth of the images for training, and no more than this
+MAX_VALIDATION = 10_000  # a fifth of the images for training, and no more than this
 PAD = 2
 BRIGHTNESS, CONTRAST, SATURATION = range(3)
 FACTORS = ((1 - 63 / 255, 1 + 63 / 255), (0.2, 1.8), (0.5, 1.5))  # of these, from and to
@@ -72,7 +72,7 @@ def load_images(problem: Problem, root: Path | None, device: torch.device) -> Im
 
     count = len(dataset.train_labels)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(0), device="cpu")
-    held_out, kept = order.tensor_split([min(count // 5, MOST_VALIDATION)])
+    held_out, kept = order.tensor_split([min(count // 5, MAX_VALIDATION)])
     train, validation = (split(dataset.train_images[part], dataset.train_labels[part]) for part in (kept, held_out))
     mean, std = (torch.tensor(values, device=device)[:, None, None] for values in (problem.mean, problem.std))
     test = split(dataset.test_images, dataset.test_labels)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..lab.store import Pause, Run, seeded
-from .config import Task, companions, optimizer_of
+from .config import Task, group_key, optimizer_of
 from .images import Draws, Images, draw, load_images, number_of
 from .members import Epoch, Measured, Members
 from .problems import PROBLEMS
@@ -31,7 +31,7 @@ def run_together(tasks: Sequence[Task], runs: Sequence[Run], data: Path | None) 
     Each learns as it would alone, but for random numbers that are drawn within steps: dropout, GGN-MC's and AdaHessian's. Those
     that were interrupted after different epochs train apart.
     """
-    if len({companions(task) for task in tasks}) > 1:
+    if len({group_key(task) for task in tasks}) > 1:
         raise ValueError("networks can only train together if their tasks differ in nothing but step size and seed")
     epochs = [run.state["epoch"] if run.state else 0 for run in runs]
     values: dict[int, Mapping[str, Any]] = {}

@@ -13,8 +13,8 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from .files import write_whole
-from .marks import Mark, as_array, check, few_values, limits, marks
 from .plots import Heat, Plot
+from .series_layout import DrawnSeries, as_array, check, few_values, lay_out, limits
 
 SYMBOLS = "os^DvPX<>p"
 MANY = 40  # points of a line, from which on it has no symbols
@@ -47,7 +47,7 @@ def save_figure(item: Plot | Heat, stem: Path, colours: Mapping[str, str] | None
 
 
 def draw_plot(plot: Plot, colours: Mapping[str, str] | None) -> Figure:
-    drawn, _ = marks(plot, colours)
+    drawn, _ = lay_out(plot, colours)
     slot = min((mark.width for mark in drawn), default=1.0)
     width = 2.5 + len(plot.categories) * max(0.75, 0.2 / slot)
     figure = Figure(figsize=(min(11.0, max(6.4, width)), 4.1), layout="constrained")
@@ -74,7 +74,7 @@ def draw_plot(plot: Plot, colours: Mapping[str, str] | None) -> Figure:
     return figure
 
 
-def draw_mark(axes: Any, mark: Mark) -> None:
+def draw_mark(axes: Any, mark: DrawnSeries) -> None:
     if mark.kind == "line":
         symbol = SYMBOLS[mark.number % len(SYMBOLS)] if len(mark.x) < MANY else ""
         style = "--" if mark.dashed else "-"
@@ -92,7 +92,7 @@ def draw_mark(axes: Any, mark: Mark) -> None:
         axes.plot((left, right), (y, y), color="#222222", linewidth=1.6, solid_capstyle="butt", zorder=5)
 
 
-def handle(mark: Mark) -> Line2D:
+def handle(mark: DrawnSeries) -> Line2D:
     """What stands for a mark in the legend."""
     if mark.kind != "line":
         return Line2D([], [], linestyle="", marker="s" if mark.kind == "bars" else "o", color=mark.colour)

@@ -19,7 +19,7 @@ Array = Any  # of numpy, of float64
 
 
 @dataclass
-class Mark:
+class DrawnSeries:
     """A series as it is drawn: numbers that cannot be shown are left out, or nan along a line and its band."""
 
     label: str
@@ -36,14 +36,14 @@ class Mark:
     medians: list[tuple[float, float, float]] = field(default_factory=list)  # of clouds: from x, to x, y
 
 
-def marks(plot: Plot, colours: Mapping[str, str] | None = None) -> tuple[list[Mark], str]:
+def lay_out(plot: Plot, colours: Mapping[str, str] | None = None) -> tuple[list[DrawnSeries], str]:
     """What to draw, and a sentence about what could not be."""
     check(plot)
     colours = palette([plot]) if colours is None else colours
     labels = list(dict.fromkeys(series.label for series in plot.series))
     places, width = slots(plot)
     floor = smallest_positive(plot)
-    drawn: list[Mark] = []
+    drawn: list[DrawnSeries] = []
     hidden = total = 0
     for series in plot.series:
         x, y = as_array(series.x), as_array(series.y)
@@ -59,7 +59,7 @@ def marks(plot: Plot, colours: Mapping[str, str] | None = None) -> tuple[list[Ma
             x, y = x[shown], y[shown]
             low, high = (None if ends is None else ends[shown] for ends in (low, high))
         is_first = all(mark.label != series.label for mark in drawn)
-        mark = Mark(
+        mark = DrawnSeries(
             label=series.label,
             kind=series.kind,
             colour=to_hex(series.colour or colours[series.label]),
@@ -129,7 +129,7 @@ def is_cloud(plot: Plot, series: Series) -> bool:
 
 
 def slots(plot: Plot) -> tuple[dict[str, float], float]:
-    """Where labels that share an x stand, as offsets from it, and how wide each may be."""
+    """RunOptions labels that share an x stand, as offsets from it, and how wide each may be."""
     beside = [series for series in plot.series if series.kind == "bars" or is_cloud(plot, series)]
     labels = list(dict.fromkeys(series.label for series in beside))
     at: dict[float, set[str]] = {}
@@ -146,7 +146,7 @@ def slots(plot: Plot) -> tuple[dict[str, float], float]:
     return {series.label: places.get(series.label, 0.0) for series in plot.series}, 0.9 * width
 
 
-def spread(mark: Mark, offset: float) -> None:
+def spread(mark: DrawnSeries, offset: float) -> None:
     """Spread clouds over the width of their slots, evenly and always in the same way."""
     x = mark.x + offset
     for category in np.unique(mark.x):
@@ -160,7 +160,7 @@ def spread(mark: Mark, offset: float) -> None:
 
 
 def smallest_positive(plot: Plot) -> float:
-    """Where whatever reaches zero ends on a logarithmic axis."""
+    """RunOptions whatever reaches zero ends on a logarithmic axis."""
     found = [values for series in plot.series for values in (series.y, series.low, series.high) if values is not None]
     numbers = np.concatenate([as_array(values) for values in found] or [as_array([])])
     return float(min(numbers[np.isfinite(numbers) & (numbers > 0)], default=1.0))

@@ -12,8 +12,8 @@ except ModuleNotFoundError:
 import numpy as np
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
+from .mujoco_envs import ROBOTS
 from .networks import Array
-from .robots import ROBOTS
 
 
 class Environments:

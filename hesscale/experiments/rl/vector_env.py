@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from gymnasium import spaces
 
-from .networks import Array, Crew, draws_of
+from .batched_envs import environments
+from .networks import AgentBatch, Array, action_generator
 from .saving import restore, snapshot
-from .simulators import environments
 
 CLIP = 10.0  # of normalised observations and rewards
 DEFAULT_LENGTH = 1000  # of episodes, for the time feature where an environment sets no limit
@@ -42,7 +42,7 @@ class Rollout:
     ended: Array  # terminated or truncated
 
     def is_over(self, truncation: str) -> Array:
-        """Where nothing is to come after a step."""
+        """RunOptions nothing is to come after a step."""
         return self.ended if truncation == "terminate" else self.terminated
 
     def begins_like(self, other: Rollout) -> bool:
@@ -75,7 +75,7 @@ class Moments:
             array[k] = state[name].numpy()
 
 
-class Worlds:
+class VectorEnv:
     """Environments of one name, each with an agent, normalisers and random numbers of its own, that go in step.
 
     Attributes:
@@ -102,7 +102,7 @@ class Worlds:
         count, size = len(seeds), math.prod(space.shape)
         self.inputs = size + time_feature
         self.limit = (first.spec.max_episode_steps if first.spec else None) or DEFAULT_LENGTH
-        self.draws = [draws_of(seed) for seed in seeds]
+        self.draws = [action_generator(seed) for seed in seeds]
         self.seen, self.returns = Moments(count, size), Moments(count, 1)
         self.discounted: Array = np.zeros(count)
         self.steps = 0
@@ -110,7 +110,7 @@ class Worlds:
         self.totals: Array = np.zeros(count)
         self.finished: list[list[tuple[float, int]]] = [[] for _ in seeds]
         self.diverged_at: list[int | None] = [None] * count
-        self.going = list(range(count))  # those that have not diverged
+        self.active = list(range(count))  # those that have not diverged
         self.rows: Any = slice(None)  # the same
         self.observations: Array = np.empty((count, self.inputs), np.float32)
         self.observations[:] = self.see(self.rows, np.stack([self.environments.reset(k, seed) for k, seed in enumerate(seeds)]))
@@ -126,30 +126,28 @@ class Worlds:
 
     def stop(self, k: int) -> None:
         """This one diverged: it takes no more steps."""
-        if k in self.going:
+        if k in self.active:
             self.diverged_at[k] = self.steps
-            self.going.remove(k)
-            self.rows = np.array(self.going, int)
+            self.active.remove(k)
+            self.rows = np.array(self.active, int)
 
-    def collect(self, crew: Crew, count: int) -> Rollout:
+    def collect(self, agents: AgentBatch, count: int) -> Rollout:
         """So many steps of each; where the policy's action is not finite, it has diverged."""
-        agents = len(self.draws)
-        observations: Array = np.zeros((agents, count, self.inputs), np.float32)
+        size = len(self.draws)
+        observations: Array = np.zeros((size, count, self.inputs), np.float32)
         following: Array = np.zeros_like(observations)
-        rewards: Array = np.zeros((agents, count), np.float32)
-        terminated: Array = np.zeros((agents, count), bool)
-        ended: Array = np.zeros((agents, count), bool)
-        actions: Array = (
-            np.zeros((agents, count), int) if self.is_discrete else np.zeros((agents, count, self.outputs), np.float32)
-        )
-        noise = np.stack([crew.noise(draws, count) for draws in self.draws], 1)
+        rewards: Array = np.zeros((size, count), np.float32)
+        terminated: Array = np.zeros((size, count), bool)
+        ended: Array = np.zeros((size, count), bool)
+        actions: Array = np.zeros((size, count), int) if self.is_discrete else np.zeros((size, count, self.outputs), np.float32)
+        noise = np.stack([agents.noise(draws, count) for draws in self.draws], 1)
         for t in range(count):
             observations[:, t] = self.observations
-            chosen, signs = crew.act(self.observations, noise[t])
+            chosen, signs = agents.act(self.observations, noise[t])
             if not is_finite(signs):
                 for k in np.flatnonzero(~np.isfinite(signs).all(1)):
                     self.stop(int(k))
-                if not self.going:
+                if not self.active:
                     break
             rows = self.rows
             actions[rows, t] = chosen[rows]
@@ -158,7 +156,7 @@ class Worlds:
 
     def step(self, actions: Array) -> tuple[Array, Array, Array, Array]:
         """For those that go on: what came next, rewards, and which episodes terminated and ended, after which others began."""
-        rows, going = self.rows, self.going
+        rows, going = self.rows, self.active
         if isinstance(self.actions, spaces.Discrete):
             given = actions + self.actions.start
         else:

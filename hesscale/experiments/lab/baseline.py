@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from matplotlib.colors import is_color_like
 
-from .interactive import numbers
-from .marks import KINDS, as_array
+from .plotly_figures import numbers
 from .plots import Plot, Section, Series, Table
+from .series_layout import KINDS, as_array
 
 if TYPE_CHECKING:
     from .report import Account
@@ -72,7 +72,7 @@ def expect(is_so: bool, otherwise: str) -> None:
         raise ValueError(otherwise)
 
 
-def set_beside(account: Account, summary: Facts) -> None:
+def add_baseline(account: Account, summary: Facts) -> None:
     """Add series and rows to plots and tables of the same name, unless they are there; those of other runs are called earlier.
 
     Heat maps, of whose numbers a summary has little, stay as they are.
@@ -92,7 +92,7 @@ def set_beside(account: Account, summary: Facts) -> None:
             add_rows(item, shown[item.name], names)
     before = [{name: summary[name] for name in FACTS if name in summary}, *summary.get("earlier", [])]
     own = {"command": account.command, "settings": account.settings, **account.made}
-    account.earlier += [facts for facts in before if facts != own]
+    account.baselines += [facts for facts in before if facts != own]
     for section in account.sections:
         if any(item is other for item in section.items for other in items):
             say(section, account)
@@ -100,8 +100,8 @@ def set_beside(account: Account, summary: Facts) -> None:
 
 def say(section: Section, account: Account) -> None:
     """What a section has of others, where it is read first."""
-    others = [text for facts in account.earlier if (text := differences(account, facts))]
-    if account.earlier:
+    others = [text for facts in account.baselines if (text := differences(account, facts))]
+    if account.baselines:
         section.text = " ".join(["Beside these runs, those of earlier reports.", *others, section.text])
 
 
