@@ -39,7 +39,7 @@ except ModuleNotFoundError as error:
 
 from hesscale.experiments.bench.measure import digits, message, quartiles, ratios, silence
 from hesscale.experiments.bench.methods import NotMeasured
-from hesscale.experiments.bench.report import table
+from hesscale.experiments.lab.markdown import markdown_table
 from hesscale.experiments.rl.batched_envs import environments
 from hesscale.experiments.rl.mujoco_envs import ROBOTS
 
@@ -410,7 +410,7 @@ def speeds(found: Mapping[str, Any]) -> str:
             if "error" in row and row["count"] == counts[0]:
                 notes.append(f"- {name}, {WAYS[row['way']].label}: {row['error']}")
         body += [[name, WAYS[way].label, *(by_count[count] for count in counts)] for way, by_count in cells.items()]
-    text = table(["environment", "stepped by", *(f"{count} of them" for count in counts)], body)
+    text = markdown_table(["environment", "stepped by", *(f"{count} of them" for count in counts)], body)
     return text + ("\nNot measured:\n\n" + "\n".join(notes) + "\n" if notes else "")
 
 
@@ -429,7 +429,7 @@ def shares(found: Mapping[str, Any]) -> str:
         [name, *(f"{value:.3g}" if value < 100 else f"{value:.0f}" for value in entry.values())]
         for name, entry in entries.items()
     ]
-    return table(["environment", *names], body)
+    return markdown_table(["environment", *names], body)
 
 
 # ------------------------------------------------------------------------------------------------------------------ command

@@ -29,8 +29,8 @@ from records import header, made_by, save
 
 from hesscale.experiments.bench.measure import digits, message, quartiles, ratios, silence
 from hesscale.experiments.bench.methods import NotMeasured
-from hesscale.experiments.bench.report import table
 from hesscale.experiments.bench.targets import spread
+from hesscale.experiments.lab.markdown import markdown_table
 from hesscale.experiments.optimizers import AGENT_OPTIMIZERS
 from hesscale.experiments.rl.a2c import A2C
 from hesscale.experiments.rl.config import Config
@@ -191,7 +191,7 @@ def speeds(rows: Sequence[Mapping[str, Any]]) -> str:
         cells += [spread(row[key]) if row[key] else "–" for key in ("to_sb3", "to_one")]
         cells += [f"{row['rollout_us']:.3g}", f"{row['update_us']:.3g}", f"{row['first_block_s']:.3g}"]
         body.append([*start, *cells])
-    return table([*names, "first block, s"], body) + ("\nNot measured:\n\n" + "\n".join(notes) + "\n" if notes else "")
+    return markdown_table([*names, "first block, s"], body) + ("\nNot measured:\n\n" + "\n".join(notes) + "\n" if notes else "")
 
 
 @contextlib.contextmanager

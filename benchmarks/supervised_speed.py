@@ -25,8 +25,8 @@ import torch
 from records import header, made_by, save
 
 from hesscale.experiments.bench.measure import digits, message, quartiles, ratios
-from hesscale.experiments.bench.report import table
 from hesscale.experiments.figures.supervised import PAPER, Settings, tasks
+from hesscale.experiments.lab.markdown import markdown_table
 from hesscale.experiments.optimizers import IMAGE_OPTIMIZERS
 from hesscale.experiments.vision.config import Task
 from hesscale.experiments.vision.images import Images, Split
@@ -113,7 +113,7 @@ def page(found: Mapping[str, Any]) -> str:
         f"medians and quartiles of {found['rounds']} rounds of an epoch of {found['images']:,} images, made up. "
         "Relative to Adam: images a second,\nof as many networks. Outside steps: the share of the seconds in which batches are "
         "made.\n\n"
-        f"{table(columns, body)}"
+        f"{markdown_table(columns, body)}"
     )
 
 

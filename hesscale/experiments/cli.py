@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 import time
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 try:
     import typer
@@ -19,16 +20,17 @@ except ModuleNotFoundError as missing:
 
 import hesscale
 
-from .bench import HELP, Settings
+from .bench import Settings
 from .bench import run as run_bench
-from .bench.report import HEADER, cells
-from .bench.targets import slopes
+from .bench.tables import tables
 from .lab.commands import (
     RUNS,
     RunOptions,
+    as_rich_table,
     command_of,
     command_text,
     escaped,
+    options_of,
     run_experiment,
     settings_of,
     sweep_command,
@@ -40,11 +42,6 @@ from .lab.experiment import experiments
 from .lab.store import DamagedRun, Store
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Hessian diagonals for PyTorch.")
-DEFAULT = Settings()
-
-
-def option(name: str) -> object:
-    return typer.Option(f"--{name}", help=HELP[name])
 
 
 @app.command()
@@ -63,46 +60,20 @@ def operators(containing: Annotated[str, typer.Argument(help="only names and fam
     Console().print(f"{len(wanted)} operators. hesscale.explain(loss) shows those of a loss.")
 
 
-@app.command()
-def bench(
-    device: Annotated[str, option("device")] = DEFAULT.device,
-    only: Annotated[str, option("only")] = DEFAULT.only,
-    methods: Annotated[str, option("methods")] = DEFAULT.methods,
-    modes: Annotated[str, option("modes")] = DEFAULT.modes,
-    sweep: Annotated[str, option("sweep")] = DEFAULT.sweep,
-    rounds: Annotated[int, option("rounds")] = DEFAULT.rounds,
-    block: Annotated[float, option("block")] = DEFAULT.block,
-    limit: Annotated[float, option("limit")] = DEFAULT.limit,
-    threads: Annotated[int, option("threads")] = DEFAULT.threads,
-    tf32: Annotated[bool, option("tf32")] = DEFAULT.tf32,
-    ensemble: Annotated[bool, option("ensemble")] = DEFAULT.ensemble,
-    quick: Annotated[bool, option("quick")] = DEFAULT.quick,
-    out: Annotated[str, option("out")] = DEFAULT.out,
-    name: Annotated[str, option("name")] = DEFAULT.name,
-    report: Annotated[str, option("report")] = DEFAULT.report,
-    into: Annotated[str, option("into")] = DEFAULT.into,
-) -> None:
+def bench(**given: Any) -> None:
     """Cost of a training step, as ratios to torch's Adam in the same run."""
-    settings = Settings(**{key: value for key, value in locals().items() if key in HELP})
     console = Console()
     try:
-        record = run_bench(settings, lambda text: console.print(text, highlight=False, markup=False), "hesscale bench")
+        record = run_bench(Settings(**given), lambda text: console.print(text, highlight=False, markup=False), "hesscale bench")
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    if record is None:
-        return
-    for workload in record["workloads"]:
-        table = Table(*HEADER, title=f"{workload['description']}, batch {workload['batch']}")
-        for row in workload["rows"]:
-            table.add_row(*(cell.replace("[", r"\[") for cell in cells(row, record["machine"]["device"])))
-        console.print(table)
-    if record["sweep"]:
-        table = Table("method", "mode", "slope", "above Adam's", title=f"time against {record['sweep']}")
-        for (method, mode), slope in slopes(record).items():
-            above = "" if slope.above_adam is None else f"{slope.above_adam:+.3f}"
-            table.add_row(method, mode, f"{slope.slope:.3f}", above)
-        console.print(table)
+    for table in tables(record) if record is not None else ():
+        console.print(as_rich_table(table))
 
+
+bench.__signature__ = inspect.Signature(options_of(Settings))  # type: ignore[attr-defined]
+bench.__annotations__ = {}
+app.command()(bench)
 
 EXPERIMENTS = experiments()
 for experiment in EXPERIMENTS.values():

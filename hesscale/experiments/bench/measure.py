@@ -220,7 +220,7 @@ def rows_of(
     rounds: int,
     block: float,
     limit: float,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> list[dict[str, Any]]:
     """One row for every method and mode: time, its ratios to Adam in the same mode and in eager, memory; or what went wrong."""
     batch = workload.data(device)
@@ -235,16 +235,16 @@ def rows_of(
                 text += f", runs as {cases[k].ran_as}"
         except Exception as error:
             text = rows[k]["error"] = message(error)
-        say(f"{workload.name}, {MODES[mode]}, {method.label}: {text}")
+        log(f"{workload.name}, {MODES[mode]}, {method.label}: {text}")
     if not cases:
         return rows
-    say(f"{workload.name}: {rounds} rounds of {len(cases)} blocks")
+    log(f"{workload.name}: {rounds} rounds of {len(cases)} blocks")
     keys = list(cases)
     times, errors = interleave([cases[k] for k in keys], rounds, device)
     by_row = {keys[i]: found for i, found in times.items()}
     for i, error_text in errors.items():
         rows[keys[i]]["error"] = error_text
-        say(f"{workload.name}, {rows[keys[i]]['mode']}, {rows[keys[i]]['label']}: {error_text}")
+        log(f"{workload.name}, {rows[keys[i]]['mode']}, {rows[keys[i]]['label']}: {error_text}")
     base = {row["mode"]: k for k, row in enumerate(rows) if row["method"] == BASELINE and k in by_row}
     for k, found in by_row.items():
         case, row = cases[k], rows[k]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import hesscale
 
 from ..lab.choices import Choices
-from ..optimizers import COLOURS, OPTIMIZERS
+from ..optimizers import OPTIMIZERS
 from . import exact
 
 EAGER, COMPILED, GRAPH = "eager", "compiled", "graph"
@@ -37,7 +37,6 @@ class Method:
     optimizer: Callable[..., torch.optim.Optimizer]
     period: int = 1  # steps after which its cost repeats
     source: str = ""  # a BackPACK extension, "exact" or "exact-ggn"; the optimizer's own backward otherwise
-    colour: str | None = None
 
     @property
     def modes(self) -> tuple[str, ...]:
@@ -50,13 +49,13 @@ def method(optimizer: str, name: str = "") -> Method:
     options: dict[str, Any] = {"trust_radius": TRUST_RADIUS} if spec.is_scaled else {}
     make = functools.partial(spec.make, lr=STEP_SIZE, **options)
     name, period = name or spec.name, spec.options.get("curvature_every", 1)
-    return Method(name, spec.cost_label or spec.label, make, period, colour=COLOURS.get(name))
+    return Method(name, spec.cost_label or spec.label, make, period)
 
 
-def method_of(source: str, name: str, label: str, colour: str | None = None) -> Method:
+def method_of(source: str, name: str, label: str) -> Method:
     """AdaHesScale with a diagonal from elsewhere."""
     make = functools.partial(OPTIMIZERS["adahesscale"].make, lr=STEP_SIZE)
-    return Method(name, label, make, source=source, colour=colour)
+    return Method(name, label, make, source=source)
 
 
 METHODS = Choices(
@@ -76,8 +75,8 @@ METHODS = Choices(
         method_of("DiagGGNMC", "backpack-ggn-mc", "BackPACK DiagGGNMC"),
         method_of("DiagGGNExact", "backpack-ggn", "BackPACK DiagGGNExact (exact GGN)"),
         method_of("DiagHessian", "backpack-h", "BackPACK DiagHessian (exact H)"),
-        method_of("exact-ggn", "exact-ggn", "exact GGN, dense recursion", "#a6761d"),
-        method_of("exact", "exact-h", "exact H, dense recursion", "#000000"),
+        method_of("exact-ggn", "exact-ggn", "exact GGN, dense recursion"),
+        method_of("exact", "exact-h", "exact H, dense recursion"),
     ],
     aliases={"adahesscale-trust": "scaled-adahesscale"},
 )

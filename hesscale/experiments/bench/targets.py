@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import math
-import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from .measure import quartiles
 from .methods import BASELINE, COMPILED, EAGER, GRAPH, METHODS, MODES
+from .sweeps import Record, Row, sweep_of
 from .workloads import CPU, CUDA, SWEEPS
-
-Record = dict[str, Any]
-Row = dict[str, Any]
 
 NOT_MEASURED = "not measured"
 ROUNDS = 30  # the fewest that a target is judged by
@@ -65,14 +60,14 @@ class TargetResult:
 
 def target_results(records: Sequence[Record]) -> list[TargetResult]:
     """Every target, judged by the last record that measured it."""
-    found = [judge(target, records) for target in TARGETS]
+    found = [check_target(target, records) for target in TARGETS]
     timed = [t for t in TARGETS if t.quantity == "ratio" and t.method in GAUSS_NEWTON]
     found += [check_gauss_newton(target, records) for target in timed]
     found.append(check_ensemble(records))
     return found + [result for kind in SWEEPS for result in check_sweep(kind, records)]
 
 
-def judge(target: Target, records: Sequence[Record]) -> TargetResult:
+def check_target(target: Target, records: Sequence[Record]) -> TargetResult:
     text = f"{name(target)}, {METHODS[target.method].label} / {QUANTITIES[target.quantity]}"
     limit, failed = f"≤ {target.limit:.2f}", ""
     for rows in runs(records, target):
@@ -127,7 +122,8 @@ def check_sweep(kind: str, records: Sequence[Record]) -> list[TargetResult]:
     swept = [record for record in records if record["sweep"] == kind]
     for device in dict.fromkeys([record["machine"]["device"] for record in swept] or [""]):
         where = {CPU: "CPU, ", CUDA: "GPU, ", "": ""}[device]
-        fits = [(slopes(record), record["rounds"]) for record in reversed(swept) if record["machine"]["device"] == device]
+        measured_there = [record for record in reversed(swept) if record["machine"]["device"] == device]
+        fits = [(sweep_of(record).slopes, record["rounds"]) for record in measured_there]
         for method in ("adahesscale", "adahesscale-gn"):
             text = f"{where}time against {kind}, slope of the log-log fit, {METHODS[method].label}"
             measured = [(fitted[method, EAGER], rounds) for fitted, rounds in fits if (method, EAGER) in fitted]
@@ -140,36 +136,6 @@ def check_sweep(kind: str, records: Sequence[Record]) -> list[TargetResult]:
             value = f"{slope.slope:.3f}, that is Adam's {above}{caveat}"
             found.append(TargetResult(text, target, value, None if caveat else slope.above_adam <= SLOPE_MARGIN))
     return found
-
-
-@dataclass(frozen=True)
-class Slope:
-    """d log time / d log size, and how much more that is than Adam's, by the ratios to Adam at each size."""
-
-    slope: float
-    above_adam: float | None
-    sizes: int
-
-
-def slopes(record: Record) -> dict[tuple[str, str], Slope]:
-    """By method and mode, where at least two sizes were measured."""
-    points: dict[tuple[str, str], list[tuple[int, Row]]] = {}
-    for workload in record["workloads"]:
-        for row in workload["rows"]:
-            if "ms" in row:
-                points.setdefault((row["method"], row["mode"]), []).append((workload["size"], row))
-    result = {}
-    for key, found in points.items():
-        if len(found) > 1:
-            relative = [(size, row["ratio"]["median"]) for size, row in found if row["ratio"]]
-            above = fit(relative) if len(relative) == len(found) else None
-            result[key] = Slope(fit([(size, row["ms"]["median"]) for size, row in found]), above, len(found))
-    return result
-
-
-def fit(points: Iterable[tuple[float, float]]) -> float:
-    logs = [(math.log(x), math.log(y)) for x, y in points]
-    return statistics.linear_regression(*zip(*logs, strict=True)).slope
 
 
 def runs(records: Sequence[Record], target: Target) -> Iterator[dict[tuple[str, str], Row]]:

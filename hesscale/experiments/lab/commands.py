@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
-from rich.table import Table as Drawn
+from rich.table import Table as RichTable
 
 from .data import DataError
 from .experiment import PRESETS, Experiment, as_task
@@ -67,7 +67,7 @@ def command_of(experiment: Experiment) -> Callable[..., None]:
     own = [
         parameter(field, hints(experiment.settings), None, values_in_presets(experiment, field)) for field in fields(experiment)
     ]
-    shared = [parameter(field, hints(RunOptions), field.default) for field in dataclasses.fields(RunOptions)]
+    shared = options_of(RunOptions)
     command.__signature__ = inspect.Signature([PRESET, *own, *shared])  # type: ignore[attr-defined]
     command.__annotations__ = {}
     command.__doc__ = experiment.title
@@ -97,7 +97,7 @@ def sweep_command(known: Mapping[str, Experiment]) -> Callable[..., None]:
             inspect.Parameter("experiment", kind, annotation=Annotated[str, argument]),
             PRESET,
             inspect.Parameter("over", kind, default=[], annotation=Annotated[list[str], over]),
-            *[parameter(field, hints(RunOptions), field.default) for field in dataclasses.fields(RunOptions)],
+            *options_of(RunOptions),
         ]
     )
     sweep.__annotations__ = {}
@@ -121,6 +121,11 @@ def fields(experiment: Experiment) -> tuple[dataclasses.Field[Any], ...]:
 
 def hints(cls: type) -> dict[str, Any]:
     return get_type_hints(cls)
+
+
+def options_of(settings: type) -> list[inspect.Parameter]:
+    """An option of the command line for every field of a dataclass, with the field's default."""
+    return [parameter(field, hints(settings), field.default) for field in dataclasses.fields(settings)]
 
 
 def parameter(field: dataclasses.Field[Any], types: Mapping[str, Any], default: Any, extra: str = "") -> inspect.Parameter:
@@ -306,13 +311,13 @@ def show(console: Console, experiment: Experiment, store: Store, tasks: list[Tas
     for section in experiment.sections(results):
         console.print(f"\n[bold]{escaped(section.title)}[/]", highlight=False)
         for table in [item for item in section.items if isinstance(item, Table)]:
-            console.print(drawn(table))
+            console.print(as_rich_table(table))
     console.print("Figures: [bold]hesscale report[/]")
 
 
-def drawn(table: Table) -> Drawn:
+def as_rich_table(table: Table) -> RichTable:
     columns = [Column(escaped(name), overflow="fold") for name in table.header]
-    found = Drawn(*columns, title=escaped(table.title), caption=escaped(table.caption))
+    found = RichTable(*columns, title=escaped(table.title), caption=escaped(table.caption))
     for row in table.rows:
         found.add_row(*[escaped(cell) for cell in row])
     return found

@@ -8,6 +8,10 @@ from pathlib import Path
 from typing import Any
 
 
+def write_text(path: Path, text: str) -> None:
+    write_whole(path, lambda partial: partial.write_text(text, encoding="utf-8"))
+
+
 def write_whole(path: Path, produce: Callable[[Path], Any]) -> None:
     """Let ``produce`` write a file beside ``path`` and put it there once it is on the disk."""
     path.parent.mkdir(parents=True, exist_ok=True)

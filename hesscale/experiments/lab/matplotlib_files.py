@@ -34,15 +34,20 @@ STYLE: Any = {
 }
 
 
-def save_figure(item: Plot | Heat, stem: Path, colours: Mapping[str, str] | None = None) -> list[Path]:
+UNWANTED = {"png": ["Software"], "svg": ["Date", "Creator"]}  # metadata that differ although the numbers are the same
+
+
+def save_figure(
+    item: Plot | Heat, stem: Path, colours: Mapping[str, str] | None = None, kinds: Sequence[str] = ("png", "svg")
+) -> list[Path]:
     """Write ``stem``.png and ``stem``.svg, the same bytes for the same numbers."""
     check(item)
-    paths = [stem.with_name(f"{stem.name}.{kind}") for kind in ("png", "svg")]
+    paths = [stem.with_name(f"{stem.name}.{kind}") for kind in kinds]
     with matplotlib.rc_context(STYLE):
         figure = draw_heat(item) if isinstance(item, Heat) else draw_plot(item, colours)
-        for path, unwanted in zip(paths, (["Software"], ["Date", "Creator"]), strict=True):
-            metadata = dict.fromkeys(unwanted)
-            write_whole(path, partial(figure.savefig, format=path.suffix[1:], dpi=160, metadata=metadata))
+        for kind, path in zip(kinds, paths, strict=True):
+            metadata = dict.fromkeys(UNWANTED[kind])
+            write_whole(path, partial(figure.savefig, format=kind, dpi=160, metadata=metadata))
     return paths
 
 
@@ -85,9 +90,11 @@ def draw_mark(axes: Any, mark: DrawnSeries) -> None:
     if mark.kind == "bars":
         axes.bar(mark.x, mark.y, mark.width, color=mark.colour)
     else:
-        axes.scatter(mark.x, mark.y, s=11, color=mark.colour, alpha=0.6, linewidths=0, zorder=3)
+        look = {"s": 11, "alpha": 0.6} if mark.low is None else {"s": 26}  # a cloud, or points with whiskers
+        axes.scatter(mark.x, mark.y, color=mark.colour, linewidths=0, zorder=3, **look)
     if mark.low is not None:
-        axes.vlines(mark.x, mark.low, mark.high, color="#222222", linewidth=1.1, zorder=4)
+        colour = "#222222" if mark.kind == "bars" else mark.colour
+        axes.vlines(mark.x, mark.low, mark.high, color=colour, linewidth=1.1, zorder=4)
     for left, right, y in mark.medians:
         axes.plot((left, right), (y, y), color="#222222", linewidth=1.6, solid_capstyle="butt", zorder=5)
 

@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from .markdown import is_numeric
 from .plotly_figures import figures, text
 from .plots import Heat, Plot, Section, Table
 from .series_layout import lay_out
@@ -186,12 +187,6 @@ def table(item: Table) -> str:
 
 def facts(found: Mapping[str, str]) -> str:
     return f"<dl>{''.join(f'<dt>{escape(name)}</dt><dd>{escape(value)}</dd>' for name, value in found.items())}</dl>\n"
-
-
-def is_numeric(item: Table, column: int) -> bool:
-    """Whether to align it at the right: numbers, whatever follows them, and dashes for none."""
-    cells = [str(row[column]).strip() for row in item.rows]
-    return any(cells) and all(re.match(r"[-+−]?[\d.]|nan|[-−]?inf|[–—-]?$", cell) for cell in cells)
 
 
 def as_script(value: Any) -> str:

@@ -12,9 +12,10 @@ from typing import Any
 
 from .baseline import NUMBERS, add_baseline, read_summary, summary_file
 from .experiment import Experiment, experiments
-from .files import write_whole
+from .files import write_text
+from .markdown import aligned_table, escaped
 from .matplotlib_files import save_figure
-from .page import is_numeric, page_of, slug
+from .page import page_of, slug
 from .plotly_figures import number, numbers
 from .plots import Heat, Plot, Section, Series, Table
 from .series_layout import COLOURS, as_array, check, palette
@@ -187,22 +188,12 @@ def markdown(account: Account) -> str:
         if tables := [item for item in section.items if isinstance(item, Table)]:
             lines += [f"## {section.title}", "", *([section.text, ""] if section.text else [])]
         for item in tables:
-            rule = ["---:" if is_numeric(item, column) else ":---" for column in range(len(item.header))]
-            rows = [row_of(item.header), row_of(rule), *map(row_of, item.rows)]
-            lines += [f"### {item.title}", "", *rows, "", *([item.caption, ""] if item.caption else [])]
+            lines += [f"### {item.title}", "", aligned_table(item), *([item.caption, ""] if item.caption else [])]
     return "\n".join(lines)
 
 
 def indented(command: str) -> list[str]:
     return [f"    {line}" for line in command.splitlines()]
-
-
-def row_of(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(escaped(str(cell)) for cell in cells)} |"
-
-
-def escaped(text: str) -> str:
-    return " ".join(text.replace("|", r"\|").replace("<", "&lt;").split())
 
 
 def summary(accounts: Sequence[Account]) -> str:
@@ -258,7 +249,3 @@ def settings_of(tasks: Sequence[Task]) -> dict[str, str]:
 
 def unique(values: Iterable[Any]) -> list[Any]:
     return list(dict.fromkeys(values))
-
-
-def write_text(path: Path, text: str) -> None:
-    write_whole(path, lambda partial: partial.write_text(text, encoding="utf-8"))
