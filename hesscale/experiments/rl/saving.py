@@ -96,8 +96,7 @@ class Saver:
 
     def save(self, value: Any, where: str = "", is_held: bool = False) -> Any:
         """``is_held``: in a list or the like, not in an attribute, so that a fresh environment may have none in its place."""
-        kind = type(value)
-        if kind in PLAIN:
+        if type(value) in PLAIN:
             return value
         if is_apart(value) and not is_held:
             return ["apart"]
@@ -105,11 +104,16 @@ class Saver:
             return ["constant", label(value)]
         if isinstance(value, np.generic) and not value.dtype.hasobject and not value.dtype.names:
             return ["scalar", *packed(np.asarray(value))]
-        if kind is tuple:
+        if type(value) is tuple:
             return ["tuple", self.save_all(value, where)]
         if id(value) in self.known:
             return ["same", self.known[id(value)][0]]
         self.known[id(value)] = len(self.known), value
+        return self.save_container(value, where) or self.save_object(value, where, is_held)
+
+    def save_container(self, value: Any, where: str) -> list[Any]:
+        """What Python and numpy keep values in; nothing for any other value."""
+        kind = type(value)
         if kind is list:
             return ["list", self.save_all(value, where)]
         if kind is deque:
@@ -119,7 +123,11 @@ class Saver:
         if kind is np.ndarray:
             self.check_memory(value, where)
             return ["array", *packed(value)]
-        if kind is np.random.Generator and type(value.bit_generator).__name__ in BIT_GENERATORS:
+        return []
+
+    def save_object(self, value: Any, where: str, is_held: bool) -> Any:
+        """What can only be filled in place."""
+        if type(value) is np.random.Generator and type(value.bit_generator).__name__ in BIT_GENERATORS:
             return ["generator", self.save(value.bit_generator.state, where, True)]
         if is_mujoco(value, "MjData") and not is_held:
             if can_sleep(value):
@@ -186,19 +194,23 @@ class Restorer:
                 self.known[number][self.load(key, None, where)] = self.load(entry, None, where)
         elif kind == "generator":
             self.known[number] = self.generator(content[0], current)
-        else:  # filled in place
+        else:
             expected = "mujoco._structs.MjData" if kind == "simulation" else content.pop(0)
             is_alike = type_name(current) == expected and id(current) not in self.filled
             self.known[number] = self.checked(current, is_alike, where, expected)
             self.filled.add(id(current))
-            if kind == "object":
-                self.load_object(current, where, *content)
-            elif not load_simulation(current, *content):
-                raise TypeError(
-                    f"{self.name} is not like the one that was saved: {readable(where)} has another model; either it is another "
-                    "version of MuJoCo or of the environment, or one that changes its model, which cannot be restored"
-                )
+            self.fill(kind, current, where, content)
         return self.known[number]
+
+    def fill(self, kind: str, current: Any, where: str, content: list[Any]) -> None:
+        """Bring an object of the environment, or its simulation, to where the saved one was."""
+        if kind == "object":
+            self.load_object(current, where, *content)
+        elif not load_simulation(current, *content):
+            raise TypeError(
+                f"{self.name} is not like the one that was saved: {readable(where)} has another model; either it is another "
+                "version of MuJoCo or of the environment, or one that changes its model, which cannot be restored"
+            )
 
     def checked(self, current: Any, is_alike: bool, where: str, expected: str) -> Any:
         if not is_alike:

@@ -76,9 +76,8 @@ class Members:
         return len(self.images.train.labels) // self.batch
 
     def warm_up(self) -> None:
-        """Compile the step by taking some, each from the beginning: what it becomes is compared where numbers are sound."""
-        some = torch.arange(self.batch, device=self.device).expand(1, len(self.models), self.batch)
-        x, y = self.batches(Draws(some, torch.zeros(*some.shape, UNIFORM, device=self.device)))
+        """Compile the step by taking some steps, each from the initial weights, and take them back."""
+        x, y = self.first_batch()
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups if "step_count" in group]
         kinds = min(getattr(self.optimizers[0], "curvature_every", 1), 2)  # of steps: with curvature, and without
         with self.running():
@@ -86,9 +85,15 @@ class Members:
                 for count in range(kind + 1):
                     for group in groups:
                         group["step_count"] = count
-                    self.step(x[0], y[0])
+                    self.step(x, y)
                 for k in range(len(self.models)):
                     self.load(k, None)
+
+    def first_batch(self) -> tuple[Tensor, Tensor]:
+        """The first images, the same for all members."""
+        first = torch.arange(self.batch, device=self.device).expand(1, len(self.models), self.batch)
+        x, y = self.batches(Draws(first, torch.zeros(*first.shape, UNIFORM, device=self.device)))
+        return x[0], y[0]
 
     def train(self, draws: Sequence[Draws]) -> Callable[[], Epoch]:
         """Begin an epoch, of one draw per member; what comes back waits for its end, where alone the device is looked at."""
