@@ -1,4 +1,4 @@
-"""The command ``hesscale``: the experiments, their runs and the report; operators, and the benchmark of step costs."""
+"""The command ``hesscale``: experiments, their runs and the report, the benchmark of step costs, and the operators."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, help="Hessian diag
 
 
 @app.command()
-def operators(containing: Annotated[str, typer.Argument(help="only names and families that contain this")] = "") -> None:
+def operators(
+    containing: Annotated[str, typer.Argument(help="show only operators whose name or family contains this")] = "",
+) -> None:
     """List the operators that have a curvature rule."""
     wanted = [op for op in hesscale.operators() if containing.lower() in f"{op.name} {op.family}".lower()]
     if not wanted:
@@ -83,10 +85,10 @@ app.command("sweep")(sweep_command(EXPERIMENTS))
 
 @app.command()
 def runs(
-    only: Annotated[str, typer.Argument(help="of this experiment alone")] = "*",
-    where: Annotated[Path, typer.Option("--runs", help="where runs are kept")] = RUNS,
+    only: Annotated[str, typer.Argument(help="show only runs of this experiment")] = "*",
+    where: Annotated[Path, typer.Option("--runs", help="folder of runs")] = RUNS,
 ) -> None:
-    """List runs: what they are, how far they are, and what went wrong."""
+    """List runs with their settings, their progress and their errors."""
     if only != "*" and only not in EXPERIMENTS:
         raise typer.BadParameter(f"{only!r} is not one of {', '.join(EXPERIMENTS)}")
     records = Store(where).records(only)
@@ -106,14 +108,14 @@ def runs(
 
 @app.command()
 def report(
-    names: Annotated[list[str] | None, typer.Argument(help="experiments to show; all that were run unless given")] = None,
-    where: Annotated[Path, typer.Option("--runs", help="where runs are kept")] = RUNS,
+    names: Annotated[list[str] | None, typer.Argument(help="experiments to show; all that were run by default")] = None,
+    where: Annotated[Path, typer.Option("--runs", help="folder of runs")] = RUNS,
     out: Annotated[Path, typer.Option("--out", help="folder for the page, its figures and tables")] = Path("out/report"),
-    page: Annotated[bool, typer.Option("--page/--no-page", help="the page itself, which holds a library of 4 MB")] = True,
-    everything: Annotated[bool, typer.Option("--all", help="every run that is finished, not those of the last command")] = False,
-    beside: Annotated[Path | None, typer.Option(help="an earlier report, or its summary.json, to show along with these")] = None,
+    page: Annotated[bool, typer.Option("--page/--no-page", help="write index.html, which includes a library of 4 MB")] = True,
+    everything: Annotated[bool, typer.Option("--all", help="show all finished runs, not only those of the last command")] = False,
+    beside: Annotated[Path | None, typer.Option(help="an earlier report, or its summary.json, to show beside this one")] = None,
 ) -> None:
-    """Write one page with the figures, tables, settings and commands of what was run last."""
+    """Write one page with the figures, tables, settings and commands of the last runs."""
     from .lab.report import report as write
 
     try:
@@ -126,10 +128,10 @@ def report(
 
 @app.command()
 def demo(
-    where: Annotated[Path, typer.Option("--runs", help="where runs are kept")] = RUNS,
+    where: Annotated[Path, typer.Option("--runs", help="folder of runs")] = RUNS,
     out: Annotated[Path, typer.Option("--out", help="folder for the page")] = Path("out/report"),
 ) -> None:
-    """In two minutes: how good the diagonals are, how optimizers that use them learn, and the report of both."""
+    """Run quality and supervised at a small size, and write their report; this takes two minutes."""
     started = time.perf_counter()
     names = ["quality", "supervised"]
     for name in names:
@@ -143,9 +145,9 @@ def demo(
 @app.command()
 def data(
     name: Annotated[str, typer.Argument(help=f"one of {', '.join(names())}")],
-    root: Annotated[Path | None, typer.Option("--data", help="folder for it, in place of HESSCALE_DATA or data/")] = None,
+    root: Annotated[Path | None, typer.Option("--data", help="folder of data sets, in place of HESSCALE_DATA or data/")] = None,
 ) -> None:
-    """Download a data set, or go on with a download that broke off, and check it."""
+    """Download a data set, or resume a download that broke off, and check it."""
     with Progress(console=Console()) as progress:
         bars: dict[str, TaskID] = {}
 
@@ -164,15 +166,15 @@ def data(
 
 @app.command("rl-eval")
 def rl_eval(
-    checkpoint: Annotated[Path, typer.Argument(help="directory of a run of hesscale rl, or policy.pt or checkpoint.pt in it")],
-    episodes: Annotated[int, typer.Option("--episodes", min=1, help="how many to play")] = 10,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="of the first episode; the next has the next")] = 0,
+    checkpoint: Annotated[Path, typer.Argument(help="folder of a run of hesscale rl, or its policy.pt or checkpoint.pt")],
+    episodes: Annotated[int, typer.Option("--episodes", min=1, help="number of episodes")] = 10,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="seed of the first episode; each further one has the next seed")] = 0,
     deterministic: Annotated[
-        bool, typer.Option("--deterministic/--sample", help="the policy's likeliest actions, or actions drawn from it")
+        bool, typer.Option("--deterministic/--sample", help="take the likeliest action, or draw one from the policy")
     ] = True,
-    video: Annotated[Path | None, typer.Option("--video", help="file (.mp4) to show the first episode in")] = None,
+    video: Annotated[Path | None, typer.Option("--video", help="file (.mp4) to film the first episode to")] = None,
 ) -> None:
-    """Play episodes with a learned policy, as it is."""
+    """Play episodes with a trained policy, without further training."""
     from .lab.statistics import summary
     from .optimizers import AGENT_OPTIMIZERS
     from .rl.evaluate import evaluate, film, load_policy
@@ -201,7 +203,7 @@ def rl_eval(
 
 @app.command()
 def explain(
-    factory: Annotated[str, typer.Argument(help="module:function; the function takes nothing and returns a loss")],
+    factory: Annotated[str, typer.Argument(help="module:function, where the function takes no arguments and returns a loss")],
 ) -> None:
     """Show what hesscale does with a loss, operator by operator."""
     module, colon, name = factory.partition(":")

@@ -124,7 +124,7 @@ IMAGE_OPTIMIZERS = Choices(
     aliases={"adahesscale-10th": "adahesscale-every10"},
 )
 
-HELP = "separated by commas, each with a step size of its own after @"
+HELP = "optimizers, separated by commas; name@0.01 gives one a step size of its own"
 
 
 def with_step_sizes(optimizers: str, step_sizes: str, known: Mapping[str, object]) -> list[tuple[str, float]]:

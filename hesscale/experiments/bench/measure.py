@@ -1,4 +1,4 @@
-"""Time and memory of steps: blocks of calls, one of every method in each round, in an order drawn anew."""
+"""Time and memory of steps. Each round has one block of calls of every method, in a new random order."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MEASURED = "measured"  # the part of a profile that counts
 
 
 class Runnable(Protocol):
-    """What can be timed: one call of ``run`` is a step, and ``rest`` comes between blocks."""
+    """Something to time: a call of ``run`` is a step, and ``rest`` is called between blocks."""
 
     @property
     def run(self) -> Callable[[], Any]: ...
@@ -43,7 +43,7 @@ class Case:
 
 
 def prepare(workload: Workload, method: Method, mode: str, batch: tuple[Tensor, Tensor], *, block: float, limit: float) -> Case:
-    """Build and warm up; ``block`` is the seconds that a block of calls should take, ``limit`` the most that a step may."""
+    """Build a step and warm it up. A block of calls should take ``block`` seconds, a step at most ``limit``."""
     device = batch[0].device
     ways: set[str] = set()
 
@@ -86,7 +86,7 @@ def wait(device: torch.device) -> None:
 
 
 class Stopwatch:
-    """Eager steps whose updates, all that comes after the loss, are timed by themselves too: ``update_ms``, one of each block."""
+    """Eager steps whose updates, all that comes after the loss, are timed separately too: ``update_ms`` has one per block."""
 
     def __init__(self, step: Step) -> None:
         self.step, self.device = step, step.batch[0].device
@@ -138,7 +138,7 @@ def with_peak(
 
 @contextmanager
 def silence() -> Iterator[None]:
-    """Nothing reaches standard error, where some builds of torch tell that a profiler starts and stops."""
+    """Silence standard error, where some builds of torch print that a profiler starts and stops."""
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:

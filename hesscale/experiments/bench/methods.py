@@ -1,4 +1,7 @@
-"""What trains: every method's whole step (clear, forward, backward with its curvature, update), in every mode."""
+"""The methods that are measured: a whole training step of each, in every mode.
+
+A step clears the gradients, goes forward, goes backward with the method's curvature, and updates.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,12 @@ from . import exact
 EAGER, COMPILED, GRAPH = "eager", "compiled", "graph"
 MODES = {EAGER: "eager", COMPILED: "compiled", GRAPH: "compiled + CUDA graph"}
 BASELINE = "adam"
-STEP_SIZE = 1e-8  # weights stay where they are: thousands of steps on one batch must not diverge, and cost the same
+STEP_SIZE = 1e-8  # so small that thousands of steps on one batch neither diverge nor change in cost
 TRUST_RADIUS = 1e-8
 
 
 class NotMeasured(Exception):
-    """A method is not measured, for a reason that is no failure of its own."""
+    """A method is not measured, though nothing failed."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ QUICK_METHODS = "adam,adahesscale,adahesscale-gn,adahesscale-every10"
 class Settings:
     """The options of the command line, with their defaults."""
 
-    device: str = option(CPU, "cpu or cuda")
+    device: str = option(CPU, "where to measure: cpu or cuda")
     only: str = option("", f"workloads, separated by commas: {', '.join(WORKLOADS)}")
     methods: str = option("", f"methods, separated by commas; Adam always runs: {', '.join(METHODS)}")
     modes: str = option("", f"modes, separated by commas: {', '.join(MODES)}")
@@ -30,15 +30,15 @@ class Settings:
     rounds: int = option(30, "blocks of each method; targets need 30")
     block: float = option(20.0, "milliseconds that a block of steps should take")
     limit: float = option(10.0, "seconds that a step may take; slower methods are reported as such")
-    threads: int = option(1, "of torch on the CPU")
+    threads: int = option(1, "threads of torch on the CPU")
     tf32: bool = option(False, "allow TF32 in matrix products and convolutions on CUDA")
-    ensemble: bool = option(False, "measure the ensemble too")
+    ensemble: bool = option(False, "also measure an ensemble of 32 networks")
     quick: bool = option(False, "a few seconds: one workload, four methods, three rounds")
-    out: str = option("", "folder for the results; out/step_cost/cpu or out/step_cost/cuda unless given")
-    name: str = option("", "of the files there")
-    report: str = option("", "measure nothing: make tables from all records below this folder and print them")
+    out: str = option("", "folder for the results; out/step_cost/cpu or out/step_cost/cuda by default")
+    name: str = option("", "name of the files in that folder")
+    report: str = option("", "measure nothing; print the tables of all records below this folder")
     into: str = option(
-        "", "with --report, write the tables into this page, between its two markers, and each record's own page anew"
+        "", "with --report, write the tables into this page, between its two markers, and rewrite each record's own page"
     )
 
     def command(self, program: str) -> str:

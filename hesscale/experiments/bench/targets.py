@@ -1,4 +1,4 @@
-"""The targets, and whether the measured records reach them."""
+"""Targets for the cost of a step, and whether the records reach them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from .sweeps import Record, Row, sweep_of
 from .workloads import CPU, CUDA, SWEEPS
 
 NOT_MEASURED = "not measured"
-ROUNDS = 30  # the fewest that a target is judged by
-SIZES = 4  # the fewest that a slope is judged by
+ROUNDS = 30  # the fewest with which a target can be checked
+SIZES = 4  # the fewest with which a slope can be checked
 SLOPE_MARGIN = 0.05
 PAPER_GN = 1.25  # AdaHesScaleGN's cost in the paper, relative to Adam
 
@@ -59,7 +59,7 @@ class TargetResult:
 
 
 def target_results(records: Sequence[Record]) -> list[TargetResult]:
-    """Every target, judged by the last record that measured it."""
+    """Every target, with the last record that measured it."""
     found = [check_target(target, records) for target in TARGETS]
     timed = [t for t in TARGETS if t.quantity == "ratio" and t.method in GAUSS_NEWTON]
     found += [check_gauss_newton(target, records) for target in timed]
@@ -157,7 +157,7 @@ def spread(value: dict[str, float] | float, places: int = 2) -> str:
 
 
 def decimals(value: float, limit: float, least: int = 2) -> int:
-    """How many are needed so that what is printed is on the same side of the limit."""
+    """The decimals that are needed for the printed value to be on the same side of the limit."""
     return next((n for n in range(least, 9) if (round(value, n) <= limit) == (value <= limit)), 9)
 
 
@@ -170,7 +170,7 @@ def later(failed: str) -> str:
 
 
 def caveats(row: Row, other: Row | None = None) -> str:
-    """Why a measured row, or the one that it is compared with, cannot be held against a target."""
+    """Why a measured row, or the row that it is compared with, does not count for a target."""
     found = "" if row["ran_as"] == MODES[row["mode"]] else f"; ran as {row['ran_as']}"
     if other and other["ran_as"] != MODES[other["mode"]]:
         found += f"; {METHODS[other['method']].label} ran as {other['ran_as']}"

@@ -1,4 +1,4 @@
-"""What is trained: networks, batches and losses, by name."""
+"""The workloads by name: networks, batches and losses."""
 
 from __future__ import annotations
 

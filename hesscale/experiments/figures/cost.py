@@ -25,7 +25,7 @@ from ..lab.plots import Plot, Section, Table
 from ..lab.store import Result, Run
 
 PUBLISHED = {"adahessian": 3.0, "adahesscale": 2.0, "adahesscale-gn": 1.25}  # average cost relative to Adam
-ROUNDS_AT_ONCE = 5  # between which progress is told
+ROUNDS_AT_ONCE = 5  # after which progress is reported
 CHECKPOINT_SECONDS = 5.0
 BY_DESIGN = ("too slow", "left out")  # why a method may be missing; anything else is a fault
 
@@ -35,12 +35,12 @@ class Settings:
     sweeps: str = option("outputs,layers", "what grows, separated by commas: outputs, layers")
     most_outputs: int = option(512, "the largest number of outputs, of 16, 32 … 512")
     most_layers: int = option(128, "the largest number of hidden layers, of 1, 2 … 128")
-    methods: str = option(IN_THE_PAPER, f"separated by commas; Adam always runs: {', '.join(METHODS)}")
-    rounds: int = option(30, "blocks of updates of each method; methods take turns, in an order drawn anew in each round")
+    methods: str = option(IN_THE_PAPER, f"methods, separated by commas; Adam always runs: {', '.join(METHODS)}")
+    rounds: int = option(30, "blocks of updates of each method; in every round the methods take turns in a new random order")
     block: float = option(20.0, "milliseconds that a block should take; it has at least one update")
-    limit: float = option(10.0, "seconds that a step may take; slower methods are left out at that size, and said to be")
-    threads: int = option(1, "of torch on the CPU")
-    device: str = option(CPU, "cpu or cuda")
+    limit: float = option(10.0, "seconds that a step may take; slower methods are left out at that size, and the tables say so")
+    threads: int = option(1, "threads of torch on the CPU")
+    device: str = option(CPU, "where to measure: cpu or cuda")
 
 
 @dataclass(frozen=True)

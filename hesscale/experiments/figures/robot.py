@@ -26,15 +26,17 @@ MUCH = 0.1  # a larger drop, as a part of the gain, is a deterioration
 
 @dataclass(frozen=True)
 class Settings:
-    optimizer: str = option("adam,scaled-adam", f"separated by commas: {', '.join(AGENT_OPTIMIZERS)}")
-    step_size: str = option("3e-4", "separated by commas")
+    optimizer: str = option("adam,scaled-adam", f"optimizers, separated by commas: {', '.join(AGENT_OPTIMIZERS)}")
+    step_size: str = option("3e-4", "step sizes, separated by commas")
     seeds: int = option(5, "runs of each optimizer")
-    steps: int = option(250_000, "of the environment, 40 ms each, rounded up to whole rollouts")
-    eps: float = option(1e-5, "ε; the paper's text has 1e-8, the authors' code 1e-5")
+    steps: int = option(250_000, "steps in the environment, 40 ms each, rounded up to whole rollouts")
+    eps: float = option(1e-5, "ε of the optimizers; the paper's text has 1e-8, the authors' code 1e-5")
     trust_radius: float = option(1e-8, "Δ of the scaled optimizers, for each network")
-    half_value_loss: bool = option(False, "½ (v − R)² for the critic, whose curvature is 1, in place of (v − R)²")
-    truncation: str = option("bootstrap", "of episodes: bootstrap, or terminate: as if they were over, as many do it")
-    backend: str = option("inductor", f"of hesscale.compile_step: {', '.join(BACKENDS)}")
+    half_value_loss: bool = option(False, "train the critic with ½ (v − R)², whose curvature is 1, in place of (v − R)²")
+    truncation: str = option(
+        "bootstrap", "how a truncated episode ends: bootstrap with the value of its last state, or terminate as if it were over"
+    )
+    backend: str = option("inductor", f"backend of hesscale.compile_step: {', '.join(BACKENDS)}")
     video: bool = option(False, "film an episode of each optimizer's agent with seed 0, as video.mp4 beside its run")
 
 

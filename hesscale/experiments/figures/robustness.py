@@ -23,7 +23,7 @@ GRID = "3e-6,1e-5,3e-5,1e-4,3e-4,1e-3,3e-3,1e-2,1"
 @dataclass(frozen=True)
 class Settings(rl.Settings):
     optimizer: str = option("adam,scaled-adam,scaled-adahesscale", f"{HELP}: {', '.join(AGENT_OPTIMIZERS)}")
-    step_size: str = option(GRID, "separated by commas, where @ gives none")
+    step_size: str = option(GRID, "step sizes, separated by commas, for optimizers without one of their own")
 
 
 PRESETS = {

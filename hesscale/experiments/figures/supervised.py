@@ -25,25 +25,29 @@ PAPER = ("sgd", "adam", "adahessian", "bl89", "ggnmc", "adahesscale", "adahessca
 
 @dataclass(frozen=True)
 class Settings:
-    task: str = option("digits-mlp", f"separated by commas: {', '.join(PROBLEMS)}")
+    task: str = option("digits-mlp", f"tasks, separated by commas: {', '.join(PROBLEMS)}")
     optimizer: str = option(",".join(PAPER), f"{HELP}: {', '.join(IMAGE_OPTIMIZERS)}")
     step_size: str = option(
-        "1e-5,1e-4,1e-3,1e-2,1e-1,1", "to choose from by accuracy on the validation split, where @ gives none"
+        "1e-5,1e-4,1e-3,1e-2,1e-1,1", "step sizes to choose from by validation accuracy, for optimizers without one of their own"
     )
-    seeds: int = option(3, "of initial network, batches and augmentation, the same for every optimizer")
-    epochs: int = option(0, "0 for the task's own")
-    sgd_epochs: int = option(1, "SGD trains so many times as long: the paper gives it the time of the slowest")
-    batch: int = option(0, "images in a batch, 0 for the task's own")
-    activation: str = option("elu", f"one of {', '.join(ACTIVATIONS)}")
-    padding: str = option("deepobs", f"of convolutions and pools: {' or '.join(PADDINGS)}, as in the authors' code")
-    l2: float = option(0.0, "λ of ½λ‖W‖², weights without biases; DeepOBS has 0.002 for 3C3D and 0.0005 for All-CNN-C")
+    seeds: int = option(3, "number of runs; a seed decides initial network, batches and augmentation for every optimizer")
+    epochs: int = option(0, "epochs of training; 0 for the task's own")
+    sgd_epochs: int = option(1, "how many times as long SGD trains; the paper gives it the time of the slowest optimizer")
+    batch: int = option(0, "images in a batch; 0 for the task's own")
+    activation: str = option("elu", f"activation function: {', '.join(ACTIVATIONS)}")
+    padding: str = option("deepobs", f"padding of convolutions and pools: {' or '.join(PADDINGS)}, as in the authors' code")
+    l2: float = option(
+        0.0, "λ of the penalty ½λ‖W‖² on weights, not on biases; DeepOBS has 0.002 for 3C3D and 0.0005 for All-CNN-C"
+    )
     augment: bool = option(True, "shift, flip and recolour images of CIFAR-100")
     eps: float = option(1e-8, "ε of the adaptive optimizers")
     trust_radius: float = option(1e-4, "Δ of the scaled optimizers")
-    evaluate_every: int = option(1, "epochs")
-    precision: str = option("tf32", f"of matrix products on a GPU, and bf16 on a CPU too: {', '.join(PRECISIONS)}")
-    device: str = option("auto", f"one of {', '.join(DEVICES)}")
-    backend: str = option("auto", f"of hesscale.compile_step: {', '.join(BACKENDS)}; auto is inductor on a GPU, else traced")
+    evaluate_every: int = option(1, "epochs between evaluations")
+    precision: str = option("tf32", f"precision of matrix products on a GPU, and with bf16 on a CPU too: {', '.join(PRECISIONS)}")
+    device: str = option("auto", f"where to train: {', '.join(DEVICES)}")
+    backend: str = option(
+        "auto", f"backend of hesscale.compile_step: {', '.join(BACKENDS)}; auto is inductor on a GPU, else traced"
+    )
 
 
 PRESETS = {
@@ -104,7 +108,7 @@ def work(settings: Settings) -> str:
 
 
 def is_timed(task: Task) -> bool:
-    """Its seconds are those of the wall on a GPU, which others would share."""
+    """On a GPU, where other runs would share its time, seconds are wall time."""
     return task.device == "cuda"
 
 

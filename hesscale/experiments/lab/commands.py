@@ -1,4 +1,4 @@
-"""Commands made from experiments: their settings are options, and what they ask for is run, watched and shown."""
+"""Commands made from experiments: each setting is an option, and a command does the runs and prints their tables."""
 
 from __future__ import annotations
 
@@ -33,15 +33,17 @@ SECONDS_BETWEEN_LINES = 20.0
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How to run what settings ask for."""
+    """Options that all experiments share: where runs and data are kept, and where tasks are done."""
 
-    workers: int = dataclasses.field(default=0, metadata={"help": "processes; as many as there are cores unless given"})
-    together: int = dataclasses.field(default=TOGETHER, metadata={"help": "runs at once in a process, where they can be"})
-    runs: Path = dataclasses.field(default=RUNS, metadata={"help": "where runs are kept; what is there is not done again"})
-    data: Optional[Path] = dataclasses.field(default=None, metadata={"help": "where data sets are, in place of HESSCALE_DATA"})  # noqa: UP045
-    ray: str = dataclasses.field(default="", metadata={"help": "address of a Ray cluster to run on; 'local' makes one"})
-    tensorboard: bool = dataclasses.field(default=False, metadata={"help": "log for TensorBoard too"})
-    dry_run: bool = dataclasses.field(default=False, metadata={"help": "say how much work it is, and stop"})
+    workers: int = dataclasses.field(default=0, metadata={"help": "worker processes; 0 for one per core"})
+    together: int = dataclasses.field(
+        default=TOGETHER, metadata={"help": "the most runs that one process does together, where an experiment can"}
+    )
+    runs: Path = dataclasses.field(default=RUNS, metadata={"help": "folder of runs; a finished run there is not done again"})
+    data: Optional[Path] = dataclasses.field(default=None, metadata={"help": "folder of data sets, in place of HESSCALE_DATA"})  # noqa: UP045
+    ray: str = dataclasses.field(default="", metadata={"help": "address of a Ray cluster to run on; 'local' starts one"})
+    tensorboard: bool = dataclasses.field(default=False, metadata={"help": "also log for TensorBoard"})
+    dry_run: bool = dataclasses.field(default=False, metadata={"help": "print how much work it is, and stop"})
 
     @property
     def store(self) -> Store:
@@ -49,7 +51,7 @@ class RunOptions:
 
 
 def run_options(given: Mapping[str, Any]) -> RunOptions:
-    """As the user gave it, with ~ for home."""
+    """The options as given, with ~ expanded."""
     expanded: dict[str, Any] = {name: value.expanduser() if isinstance(value, Path) else value for name, value in given.items()}
     return RunOptions(**expanded)
 
@@ -141,16 +143,20 @@ PRESET = inspect.Parameter(
     inspect.Parameter.KEYWORD_ONLY,
     default="small",
     annotation=Annotated[
-        str, typer.Option("--preset", help=f"{', '.join(PRESETS[:-1])} or {PRESETS[-1]}: sets what is not given")
+        str,
+        typer.Option(
+            "--preset", help=f"{', '.join(PRESETS[:-1])} or {PRESETS[-1]}: the values of all options that are not given"
+        ),
     ],
 )
 
 
 def values_in_presets(experiment: Experiment, field: dataclasses.Field[Any]) -> str:
-    values = [str(getattr(experiment.presets[preset], field.name)) for preset in PRESETS]
+    """The defaults of an option, with a space after each comma so that lines can be broken there."""
+    values = [str(getattr(experiment.presets[preset], field.name)).replace(",", ", ") or "none" for preset in PRESETS]
     if len({*values}) == 1:
-        return f" ({values[0] or 'none'})"
-    return f" ({', '.join(f'{preset} {value}' for preset, value in zip(PRESETS, values, strict=True))})"
+        return f" ({values[0]})"
+    return f" ({'; '.join(f'{preset}: {value}' for preset, value in zip(PRESETS, values, strict=True))})"
 
 
 def settings_of(experiment: Experiment, preset: str, changed: Mapping[str, Any]) -> Any:
@@ -172,14 +178,14 @@ def tasks_of(experiment: Experiment, several: list[Any]) -> list[Task]:
 
 
 def command_text(name: str, preset: str, changed: Mapping[str, Any]) -> str:
-    """What to type for the same again, wherever runs and data are."""
+    """The command that does the same again, without the folders of runs and data."""
     words = [f"--{key.replace('_', '-')}={value}" for key, value in changed.items() if not isinstance(value, bool)]
     words += [f"--{'' if value else 'no-'}{key.replace('_', '-')}" for key, value in changed.items() if isinstance(value, bool)]
     return shlex.join(["hesscale", name, f"--preset={preset}", *words])
 
 
 def run_experiment(experiment: Experiment, tasks: list[Task], where: RunOptions, command: str, *several: Any) -> None:
-    """Do what is left of these tasks, with progress, and show the tables of what came out."""
+    """Do the tasks that are not finished, show progress, and print the tables of all results."""
     console, store = Console(), where.store
     if where.workers < 0:
         raise typer.BadParameter(f"{where.workers} is negative", param_hint="--workers")
@@ -206,7 +212,7 @@ def run_experiment(experiment: Experiment, tasks: list[Task], where: RunOptions,
 
 
 def finish(console: Console, experiment: Experiment, store: Store, settings: Any) -> None:
-    """What is to be done with finished runs."""
+    """Do what an experiment does with finished runs."""
     asked = {task: as_task(task) for task in experiment.tasks(settings)}
     finished = {
         task: store.directory(experiment.name, values)
@@ -223,7 +229,7 @@ def finish(console: Console, experiment: Experiment, store: Store, settings: Any
 
 
 def check_inputs(experiment: Experiment, tasks: list[Task], finished: list[Record], where: RunOptions) -> None:
-    """Data must be there for what is left to do, and what was done before must have been done with those that are here."""
+    """Check that the data of unfinished tasks exist, and that finished ones were done with the same data."""
     done = {record.directory for record in finished}
     left = [task for task in tasks if where.store.directory(experiment.name, task) not in done]
     for task in {task.get("dataset"): task for task in left if not where.ray}.values():
@@ -241,7 +247,7 @@ def check_inputs(experiment: Experiment, tasks: list[Task], finished: list[Recor
 
 
 def do(console: Console, experiment: Experiment, tasks: list[Task], where: RunOptions, command: str) -> list[tuple[Path, str]]:
-    """Run what is left. Returns what failed."""
+    """Do the tasks that are not finished. Returns those that failed."""
     workers = 1 if experiment.is_alone(tasks) else where.workers or os.cpu_count() or 1
     try:
         with bars(console) as progress:
@@ -268,7 +274,7 @@ def bars(console: Console) -> Progress:
 
 
 def progress_bars(progress: Progress, total: int) -> Callable[[SweepProgress], None]:
-    """Draws a bar for all runs, and one for each that is being worked on."""
+    """Draw a bar for all runs, and one for each that is running."""
     whole = progress.add_task("runs", total=total)
     each: dict[str, Any] = {}
 
@@ -285,7 +291,7 @@ def progress_bars(progress: Progress, total: int) -> Callable[[SweepProgress], N
 
 
 def progress_lines(console: Console, total: int) -> Callable[[SweepProgress], None]:
-    """Says now and then how far it is, where no bar can be drawn."""
+    """Print a line now and then, where no bars can be drawn."""
     said = time.monotonic()
 
     def say(watched: SweepProgress) -> None:

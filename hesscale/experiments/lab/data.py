@@ -1,6 +1,6 @@
-"""Data sets: digits, which scikit-learn brings along; MNIST, EMNIST and CIFAR-100 as torchvision lays them out, or downloaded.
+"""Data sets: scikit-learn's digits, and MNIST, EMNIST and CIFAR-100 in torchvision's layout, which can be downloaded.
 
-They are looked for in a folder that is given, or else named by ``HESSCALE_DATA``, or else ``data`` below the working directory.
+They are read from the folder that is given, else from ``HESSCALE_DATA``, else from ``data`` below the working directory.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Remote:
 
 @dataclass(frozen=True)
 class Source:
-    """RunOptions a data set lies below the folder of data sets, and what must be found there."""
+    """Where a data set lies below the folder of data sets, and what must be found there."""
 
     title: str
     classes: int
@@ -98,7 +98,7 @@ def names() -> list[str]:
 
 
 def folder(root: str | Path | None = None) -> Path:
-    """RunOptions data sets are: ``root``, or ``HESSCALE_DATA``, or ``data`` below the working directory."""
+    """Where data sets are: ``root``, or ``HESSCALE_DATA``, or ``data`` below the working directory."""
     return Path(root or os.environ.get("HESSCALE_DATA") or "data").expanduser()
 
 

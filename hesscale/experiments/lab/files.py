@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Atomic writes: a file is either complete or absent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_whole(path: Path, produce: Callable[[Path], Any]) -> None:
-    """Let ``produce`` write a file beside ``path`` and put it there once it is on the disk."""
+    """Let ``produce`` write a temporary file beside ``path``, and rename it once it is on the disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:

@@ -1,4 +1,4 @@
-"""The report as one HTML page that needs nothing else to be viewed."""
+"""The report as a single self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .series_layout import lay_out
 if TYPE_CHECKING:
     from .report import Account
 
-# Its buttons are named one by one: those that plotly.js has by itself offer to upload the data.
+# Buttons are listed one by one, since plotly.js's default ones offer to upload the data.
 SCRIPT = """
 const touch = matchMedia("(pointer: coarse)").matches;
 const bar = {displaylogo: false, displayModeBar: touch ? false : "hover", modeBarButtons: [["zoom2d", "pan2d", "resetScale2d"]]};
@@ -165,7 +165,7 @@ def legend(plot: Plot, colours: Mapping[str, str] | None) -> str:
 
 
 def notes(item: Plot | Heat, colours: Mapping[str, str] | None) -> list[str]:
-    """What is to be known of a drawing that its caption cannot know."""
+    """Notes on a figure that depend on how it is drawn."""
     if isinstance(item, Heat):
         return []
     drawn, left_out = lay_out(item, colours)

@@ -1,4 +1,4 @@
-"""What runs of a store show: a page, figures, tables and a summary of their numbers, with the commands that made them."""
+"""The report of a store's runs: a page, figures, tables, a summary of the numbers, and the commands that made them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FEW = 8  # values of a setting, up to which each is named
 
 @dataclass
 class Account:
-    """What an experiment has to show, and how it was made."""
+    """The part of a report that is about one experiment: what it shows, and how it was made."""
 
     name: str
     title: str
@@ -68,7 +68,7 @@ class Account:
 
     @property
     def made(self) -> dict[str, str]:
-        """By which code, on what and when."""
+        """The commit, the machine and the time."""
         found = {
             "runs": self.progress,
             "commit": "; ".join(self.commits),

@@ -1,4 +1,4 @@
-"""Reinforcement learning. RunOptions gymnasium is installed, importing this registers ``hesscale/UR-Reacher-2D-v0``."""
+"""Reinforcement learning. Where gymnasium is installed, importing this registers ``hesscale/UR-Reacher-2D-v0``."""
 
 from __future__ import annotations
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 PROTOCOLS = ("paper", "cleanrl")
 POLICIES = ("auto", "gaussian", "categorical")
 TRUNCATIONS = ("bootstrap", "terminate")
-OWN = ("seed", "step_size", "eps", "trust_radius")  # in which agents that learn side by side may differ
+OWN = ("seed", "step_size", "eps", "trust_radius")  # settings in which agents that are trained together may differ
 
 
 @dataclass(frozen=True)
 class Config:
-    """All that decides what one agent learns.
+    """Everything that decides what one agent learns.
 
     Attributes:
         algo: ``"a2c"`` or ``"ppo"``.
@@ -26,7 +26,7 @@ class Config:
         normalize: observations and rewards.
         half_value_loss: ½ (v − R)² in place of (v − R)².
         truncation: ``"bootstrap"``: an episode that is cut off is worth r + γ v(s') at its end; ``"terminate"``: r, as if it were
-            over, which is what many implementations do, the authors' among them.
+            over, as in many implementations, the authors' among them.
         backend: of :func:`hesscale.compile_step`; with CleanRL's protocol steps are eager whatever it is.
     """
 

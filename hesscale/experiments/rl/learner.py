@@ -1,4 +1,4 @@
-"""What A2C and PPO share: agents in environments of one kind, that learn side by side in one compiled step."""
+"""What A2C and PPO share: agents in environments of one kind, trained together in one compiled step."""
 
 from __future__ import annotations
 
@@ -25,17 +25,16 @@ MAX_NORM = 0.5  # of gradients in CleanRL's protocol
 
 
 class Algorithm:
-    """Agents, each in an environment of its own; subclasses say what rollouts teach.
+    """Agents, each in its own environment, that are updated together; subclasses define the loss and the update.
 
-    They go in step and are updated together, and each becomes what it would alone, but for the draws of AdaHessian and for
-    rounding.
+    Each agent learns what it would learn alone, up to rounding and to the random draws of AdaHessian.
 
     Args:
-        configs: one for each agent; they differ in nothing but ``OWN``.
+        configs: one for each agent; they may differ only in the settings of ``OWN``.
 
     Attributes:
         rollout: steps between updates.
-        metrics: of each agent, when they were last asked for.
+        metrics: the metrics of each agent, as of the last iteration that was logged.
     """
 
     rollout: int
@@ -57,9 +56,11 @@ class Algorithm:
         self.optimizers = [optimizer_for(agent, config) for agent, config in zip(self.agents, configs, strict=True)]
         self.step = self.make_step()
         self.is_warm = self.is_cleanrl
-        self.replica: VectorEnv | None = None  # a copy of the first from what was saved, which is to do the same
+        self.replica: VectorEnv | None = (
+            None  # a copy of the first environment, restored from its saved state, which must do the same
+        )
         self.is_checked = False
-        self.kept: dict[int, dict[str, Any]] = {}  # policies of those that diverged
+        self.kept: dict[int, dict[str, Any]] = {}  # policies of agents that diverged
         self.batch: list[Tensor] = []
         self.metrics: list[dict[str, float]] = [{} for _ in configs]
 
@@ -69,7 +70,7 @@ class Algorithm:
 
     @property
     def loss(self) -> Callable[..., Tensor]:
-        """(agent, *batch) to the sum of all its networks' losses."""
+        """A function of (agent, *batch): the sum of the losses of all its networks."""
         raise NotImplementedError
 
     def learn(self, rollout: Rollout) -> None:
@@ -77,11 +78,11 @@ class Algorithm:
         raise NotImplementedError
 
     def measure(self, k: int) -> dict[str, float]:
-        """Metrics of an agent that has learned from ``batch``."""
+        """The metrics of an agent after an update with ``batch``."""
         raise NotImplementedError
 
     def make_step(self) -> Callable[..., Any]:
-        """(*batch) to an update of all agents, with a first dimension for them in the batch."""
+        """A function of (*batch) that updates all agents; the first dimension of the batch is the agent."""
         if self.is_cleanrl:
             return self.clipped_steps
         if len(self.agents) > 1:
@@ -90,7 +91,7 @@ class Algorithm:
         return lambda *batch: alone.again(*[tensor[0] for tensor in batch])
 
     def iterate(self, is_logged: bool = True) -> None:
-        """A rollout, and what it teaches."""
+        """Collect a rollout and update the agents."""
         if self.is_cleanrl:
             self.anneal()
         self.agent_batch.refresh()
@@ -116,13 +117,13 @@ class Algorithm:
             warnings.warn(f"a copy of {self.config.env} goes another way: a run that is resumed will too", stacklevel=3)
 
     def keep(self) -> None:
-        """Policies of those that diverged, as they were then."""
+        """Keep the policies of agents that diverged, as they were then."""
         for k, at in enumerate(self.envs.diverged_at):
             if at is not None and k not in self.kept:
                 self.kept[k] = self.policy(k)
 
     def anneal(self) -> None:
-        """The step size falls to 0."""
+        """Let the step size fall linearly to 0."""
         share = max(1 - self.envs.steps / self.config.steps, 0)
         for config, optimizer in zip(self.configs, self.optimizers, strict=True):
             for group in optimizer.param_groups:
@@ -145,7 +146,7 @@ class Algorithm:
         self.step(*batch)
 
     def warm_up(self, batch: tuple[Tensor, ...]) -> None:
-        """Compile by steps that are taken back, so that all that count are made by the same code, also after an interruption."""
+        """Compile by taking steps and undoing them, so that every step that counts runs the same code, even after a resume."""
         before = [(copies(agent.parameters()), optimizer_state(optimizer)) for agent, optimizer in self.pairs()]
         with torch.random.fork_rng(devices=[]):
             for _ in range(2):
@@ -161,7 +162,7 @@ class Algorithm:
         return list(zip(self.agents, self.optimizers, strict=True))
 
     def clipped_steps(self, *batch: Tensor) -> None:
-        """Eager steps with the norm of the gradient clipped."""
+        """Take eager steps with the norm of the gradient clipped."""
         for k, (agent, optimizer) in enumerate(self.pairs()):
             optimizer.zero_grad()
             optimizer.backward(self.loss(agent, *[tensor[k] for tensor in batch]))
@@ -183,8 +184,9 @@ class Algorithm:
         return found | {f"trust/scaled_share_{names[i]}": float(share) for i, share in optimizer.scaled_share.items()}
 
     def state(self, k: int) -> dict[str, Any]:
-        """All that an agent needs to go on, in a form that loads with ``weights_only=True``; once, it is checked that a copy of
-        the environment made from it does the same.
+        """The state from which an agent resumes, in a form that loads with ``weights_only=True``.
+
+        The first time, a replica of the environment is made from it, to check that it does the same.
 
         Raises:
             TypeError: if the environment's state cannot be saved.
@@ -204,7 +206,7 @@ class Algorithm:
         }
 
     def policy(self, k: int) -> dict[str, Any]:
-        """What it takes to act like an agent, as it is or was when it diverged."""
+        """The policy of an agent, as it is now or was when it diverged."""
         if k in self.kept:
             return self.kept[k]
         return {
@@ -227,7 +229,7 @@ class Algorithm:
 
 
 def check_alike(configs: Sequence[Config]) -> None:
-    """Agents that learn side by side do the same, with other numbers."""
+    """Raise a ValueError unless agents differ only in the settings of ``OWN``."""
     for config in configs[1:]:
         changed = {name: getattr(config, name) for name in OWN}
         if dataclasses.replace(configs[0], **changed) != config:
@@ -235,7 +237,7 @@ def check_alike(configs: Sequence[Config]) -> None:
 
 
 def optimizer_for(agent: Agent, config: Config) -> CurvatureOptimizer:
-    """One with a trust region for each network."""
+    """An optimizer with one parameter group, and so one trust region, for each network."""
     spec = AGENT_OPTIMIZERS[config.optimizer]
     optimizer = spec.make(
         [{"params": network.parameters()} for network in agent.networks.values()],
@@ -254,14 +256,14 @@ def copies(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def optimizer_state(optimizer: CurvatureOptimizer) -> tuple[list[dict[str, Tensor]], dict[str, Tensor], int]:
-    """Of each parameter, counters, and how many steps it has made."""
+    """A copy of the state of each parameter, of the counters, and the number of steps."""
     entries = [{name: entry.clone() for name, entry in optimizer.state[p].items()} for p in optimizer.parameters()]
     counters = {name: count.clone() for name, count in optimizer.counters.items()}
     return entries, counters, optimizer.param_groups[0]["step_count"]
 
 
 def restore_optimizer(optimizer: CurvatureOptimizer, state: tuple[list[dict[str, Tensor]], dict[str, Tensor], int]) -> None:
-    """In place, as it was; what has been added since is 0."""
+    """Restore the state in place; entries that were added since become 0."""
     known, counters, taken = state
     for p, entries in zip(optimizer.parameters(), known, strict=True):
         for name, entry in optimizer.state[p].items():
@@ -273,7 +275,7 @@ def restore_optimizer(optimizer: CurvatureOptimizer, state: tuple[list[dict[str,
 
 
 def agent_for(env: VectorEnv, config: Config, *, orthogonal: bool) -> Agent:
-    """Networks of the environment's sizes."""
+    """An agent whose networks fit the environment."""
     wanted = "categorical" if env.is_discrete else "gaussian"
     if config.policy not in ("auto", wanted):
         kind = "discrete" if env.is_discrete else "continuous"

@@ -1,8 +1,8 @@
 """The state of an environment in the middle of an episode as plain data, which loads with ``weights_only=True``.
 
-Objects are never made from it, let alone code run: a fresh environment has them, and they are filled in place. The simulator of
-MuJoCo is one of them. What can be neither written down nor filled in is an error that names it. State that is not held in
-attributes (global variables, those of a class or of a closure) is not seen.
+Loading creates no objects and runs no code: a fresh environment has the objects, MuJoCo's simulator among them, and they are
+filled in place. What can be neither saved nor filled raises an error that names it. State outside of attributes (global
+variables, those of a class or of a closure) is not saved.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ HOW_IT_WAS_MADE |= {"_saved_kwargs", "_ezpickle_args", "_ezpickle_kwargs"}
 
 
 def snapshot(env: gymnasium.Env[Any, Any]) -> dict[str, Any]:
-    """All that an environment, with its wrappers, needs to go on from here.
+    """The state of an environment and its wrappers, from which :func:`restore` resumes.
 
     Raises:
         TypeError: if some of it cannot be saved.
@@ -43,7 +43,7 @@ def snapshot(env: gymnasium.Env[Any, Any]) -> dict[str, Any]:
 
 
 def restore(env: gymnasium.Env[Any, Any], saved: dict[str, Any]) -> None:
-    """Bring an environment that was just made and reset to where another one was, to the last bit.
+    """Restore a saved state, bit for bit, in an environment that was just made and reset.
 
     Raises:
         ValueError: if the saved state is of another environment.

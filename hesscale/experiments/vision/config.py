@@ -13,7 +13,7 @@ from ..optimizers import IMAGE_OPTIMIZERS
 
 @dataclass(frozen=True)
 class Task:
-    """One network trained."""
+    """One network to train."""
 
     problem: str
     dataset: str
@@ -21,7 +21,7 @@ class Task:
     step_size: float
     seed: int
     epochs: int
-    times: int  # as many epochs as that
+    times: int  # the number of epochs is multiplied by this
     batch: int
     activation: str
     padding: str
@@ -46,7 +46,7 @@ class Task:
 
 
 def group_key(task: Task) -> Task:
-    """The same for tasks that can be done together: they may differ in their step sizes and seeds."""
+    """Equal for tasks that can be done together: they may differ in step size and seed."""
     return replace(task, step_size=0.0, seed=0)
 
 

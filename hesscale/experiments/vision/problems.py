@@ -1,4 +1,4 @@
-"""What is learned: a data set and a network, as DeepOBS (Schneider, Balles & Hennig 2019) has them in PyTorch, with ELU."""
+"""Problems: a data set and a network, as in DeepOBS (Schneider, Balles & Hennig 2019) for PyTorch, with ELU."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class Problem:
     std: tuple[float, ...] = (1.0,)
 
     def network(self, classes: int, seed: int, activation: str = "elu", padding: str = "deepobs") -> nn.Sequential:
-        """It, initialized by ``seed`` alone."""
+        """The network, whose initial weights depend on ``seed`` alone."""
         with seeded(seed):
             return self.build(classes, ACTIVATIONS[activation], padding)
 
 
 class Mean(nn.Module):
-    """Over rows and columns, as a matrix product: Gauss-Newton methods take what comes out for the network's outputs."""
+    """The mean over rows and columns as a matrix product, whose result Gauss-Newton methods take for the network's outputs."""
 
     def __init__(self, channels: int, pixels: int) -> None:
         super().__init__()
