@@ -32,6 +32,7 @@ from torch import Tensor, nn
 import hesscale
 from hesscale.estimators import estimate
 from hesscale.experiments.lab.files import write_whole
+from hesscale.experiments.vision.problems import three_c_three_d
 from hesscale.optim import AdaHesScale, AdaHesScaleGN
 
 BATCH = 64  # images that a diagonal is computed for
@@ -116,14 +117,6 @@ def transformer() -> nn.Module:
 
     stem = [nn.Unflatten(1, (8, 8)), nn.Linear(8, 16), Positions(8, 16)]
     return nn.Sequential(*stem, *block(16), *block(16), nn.LayerNorm(16), Mean(), nn.Linear(16, 10))
-
-
-def three_c_three_d() -> nn.Module:
-    convolutions: list[nn.Module] = []
-    for inputs, outputs, kernel, padding in ((3, 64, 5, 0), (64, 96, 3, 0), (96, 128, 3, 1)):
-        convolutions += [nn.Conv2d(inputs, outputs, kernel, padding=padding), nn.ELU(), nn.MaxPool2d(3, 2, ceil_mode=True)]
-    dense = [nn.Linear(128 * 3 * 3, 512), nn.ELU(), nn.Linear(512, 256), nn.ELU(), nn.Linear(256, 100)]
-    return nn.Sequential(*convolutions, nn.Flatten(), *dense)
 
 
 @dataclass(frozen=True)

@@ -38,10 +38,10 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError(f"this benchmark needs {error.name}: pip install 'hesscale[rl]'") from None
 
 from hesscale.experiments.bench.measure import digits, message, quartiles, ratios, silence
-from hesscale.experiments.bench.methods import LeftOut
-from hesscale.experiments.bench.report import table
-from hesscale.experiments.rl.robots import ROBOTS
-from hesscale.experiments.rl.simulators import environments
+from hesscale.experiments.bench.methods import NotMeasured
+from hesscale.experiments.lab.markdown import markdown_table
+from hesscale.experiments.rl.batched_envs import environments
+from hesscale.experiments.rl.mujoco_envs import ROBOTS
 
 Array = Any  # of numpy
 
@@ -54,7 +54,7 @@ ENVIRONMENTS = (
     "InvertedDoublePendulum-v5",
 )
 COUNTS = (1, 16, 64)
-MOST_STEPS = 1000  # of an environment in a block: as long as the longest episode
+MAX_STEPS = 1000  # of an environment in a block: as long as the longest episode
 STATE = mujoco.mjtState.mjSTATE_FULLPHYSICS.value
 
 
@@ -162,7 +162,7 @@ class EnvPool:
         try:
             import envpool
         except ImportError as error:
-            raise LeftOut(f"envpool is not installed, or not with all that it needs ({error})") from None
+            raise NotMeasured(f"envpool is not installed, or not with all that it needs ({error})") from None
 
         self.course = course
         self.envs = envpool.make(course.name, env_type="gymnasium", num_envs=course.count, num_threads=1, seed=0)
@@ -266,7 +266,7 @@ def robot_of(course: Course) -> Any:
     inner = env.unwrapped
     robot = ROBOTS[f"{type(inner).__module__}.{type(inner).__qualname__}"](inner)
     if sum(part.size for part in robot.after(inner.data)) > course.starts.shape[1]:
-        raise LeftOut("its observations and rewards are made of more than positions and velocities")
+        raise NotMeasured("its observations and rewards are made of more than positions and velocities")
     return robot
 
 
@@ -313,12 +313,12 @@ def measured(name: str, ways: Iterable[str], counts: Sequence[int], rounds: int,
     rows: list[dict[str, Any]] = []
     cases: dict[int, Any] = {}
     for count in counts:
-        course = record(name, count, max(1, min(MOST_STEPS, steps // count)))
+        course = record(name, count, max(1, min(MAX_STEPS, steps // count)))
         for way in ways:
             rows.append({"way": way, "count": count, "agent_steps": course.agent_steps})
             try:
                 cases[len(rows) - 1] = WAYS[way].make(course)
-            except LeftOut as error:
+            except NotMeasured as error:
                 rows[-1]["error"] = message(error)
     for case in cases.values():
         case.run()
@@ -334,7 +334,7 @@ def measured(name: str, ways: Iterable[str], counts: Sequence[int], rounds: int,
 
 def parts(name: str, rounds: int, steps: int) -> dict[str, float]:
     """Microseconds of an average step of one of gymnasium's environments, by what it does; medians over rounds."""
-    course = record(name, 1, min(MOST_STEPS, steps))
+    course = record(name, 1, min(MAX_STEPS, steps))
     length, ends = len(course.actions), sum(map(len, course.resets))
     (env,) = made(name, 1)
     env.reset(seed=0)
@@ -410,7 +410,7 @@ def speeds(found: Mapping[str, Any]) -> str:
             if "error" in row and row["count"] == counts[0]:
                 notes.append(f"- {name}, {WAYS[row['way']].label}: {row['error']}")
         body += [[name, WAYS[way].label, *(by_count[count] for count in counts)] for way, by_count in cells.items()]
-    text = table(["environment", "stepped by", *(f"{count} of them" for count in counts)], body)
+    text = markdown_table(["environment", "stepped by", *(f"{count} of them" for count in counts)], body)
     return text + ("\nNot measured:\n\n" + "\n".join(notes) + "\n" if notes else "")
 
 
@@ -429,7 +429,7 @@ def shares(found: Mapping[str, Any]) -> str:
         [name, *(f"{value:.3g}" if value < 100 else f"{value:.0f}" for value in entry.values())]
         for name, entry in entries.items()
     ]
-    return table(["environment", *names], body)
+    return markdown_table(["environment", *names], body)
 
 
 # ------------------------------------------------------------------------------------------------------------------ command

@@ -26,8 +26,8 @@ from torch import Tensor
 
 import hesscale
 from hesscale.experiments.bench.measure import digits, message
-from hesscale.experiments.bench.report import table
 from hesscale.experiments.lab.download import DataError
+from hesscale.experiments.lab.markdown import markdown_table
 from hesscale.experiments.vision.images import Images, load_images
 from hesscale.experiments.vision.problems import PROBLEMS
 
@@ -88,7 +88,7 @@ def page(found: dict[str, Any]) -> str:
 The norm of the first gradient by that of the first diagonal, of whose entries a share is negative and some are zero, and the
 largest entry of M̂ ⊘ (√V̂ + ε), in units of the step size, after so many diagonals; in brackets the median entry.
 
-{table(columns, rows)}
+{markdown_table(columns, rows)}
 """
 
 

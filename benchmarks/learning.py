@@ -32,6 +32,7 @@ from hesscale.errors import NonFiniteError
 from hesscale.experiments.bench.workloads import mlp
 from hesscale.experiments.lab.files import write_whole
 from hesscale.experiments.lab.store import seeded
+from hesscale.experiments.optimizers import COLOURS
 from hesscale.optim import BL89, GGNMC, AdaHesScale, AdaHesScaleGN, AdaHessian, Adam
 
 Maker = Callable[..., torch.optim.Optimizer]  # of parameters, a step size and, where it draws, a generator
@@ -58,17 +59,17 @@ OPTIMIZERS: dict[str, Maker] = {
 }
 DRAWING = ("AdaHessian", "GGN-MC, 1 draw", "GGN-MC, 16 draws")
 STYLES = {
-    "AdaHesScale": ("#1f5a96", "-"),
-    "AdaHesScaleGN": ("#6fb1a0", "-"),
-    "Adam": ("#c0392b", "-"),
-    "AdaHessian": ("#8e6bb0", "-"),
-    "GGN-MC, 1 draw": ("#7a7a7a", ":"),
-    "GGN-MC, 16 draws": ("#7a7a7a", "-"),
-    "BL89": ("#e0a33e", "-"),
-    "Scaled Adam, Δ = 1e-4": ("#c0392b", "--"),
-    "Scaled Adam, Δ = 1e-8": ("#c0392b", ":"),
-    "Scaled AdaHesScale, Δ = 1e-4": ("#1f5a96", "--"),
-    "Scaled AdaHesScale, Δ = 1e-8": ("#1f5a96", ":"),
+    "AdaHesScale": (COLOURS["adahesscale"], "-"),
+    "AdaHesScaleGN": (COLOURS["adahesscale-gn"], "-"),
+    "Adam": (COLOURS["adam"], "-"),
+    "AdaHessian": (COLOURS["adahessian"], "-"),
+    "GGN-MC, 1 draw": (COLOURS["ggnmc"], ":"),
+    "GGN-MC, 16 draws": (COLOURS["ggnmc"], "-"),
+    "BL89": (COLOURS["bl89"], "-"),
+    "Scaled Adam, Δ = 1e-4": (COLOURS["adam"], "--"),
+    "Scaled Adam, Δ = 1e-8": (COLOURS["adam"], ":"),
+    "Scaled AdaHesScale, Δ = 1e-4": (COLOURS["adahesscale"], "--"),
+    "Scaled AdaHesScale, Δ = 1e-8": (COLOURS["adahesscale"], ":"),
 }
 
 

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 import hesscale
 from hesscale.estimators import estimate
 from hesscale.experiments.bench.measure import digits, message
-from hesscale.experiments.bench.report import table
 from hesscale.experiments.lab.download import DataError
+from hesscale.experiments.lab.markdown import markdown_table
 from hesscale.experiments.vision.images import Images, load_images
 from hesscale.experiments.vision.problems import PROBLEMS
 
@@ -87,7 +87,7 @@ def page(found: dict[str, Any]) -> str:
 steps are Adam's, with {TRAINED_WITH} images and step size {STEP_SIZE:g}. The exact Gauss-Newton diagonal of every layer's weight
 as a multiple of HesScaleGN's: by the sums of both, and quantiles of entries where HesScaleGN's is not zero.
 
-{table(columns, [list(map(str, row)) for row in rows])}
+{markdown_table(columns, [list(map(str, row)) for row in rows])}
 """
 
 

@@ -28,11 +28,12 @@ from environments import interleaved
 from records import header, made_by, save
 
 from hesscale.experiments.bench.measure import digits, message, quartiles, ratios, silence
-from hesscale.experiments.bench.methods import LeftOut
-from hesscale.experiments.bench.report import table
+from hesscale.experiments.bench.methods import NotMeasured
 from hesscale.experiments.bench.targets import spread
+from hesscale.experiments.lab.markdown import markdown_table
+from hesscale.experiments.optimizers import AGENT_OPTIMIZERS
 from hesscale.experiments.rl.a2c import A2C
-from hesscale.experiments.rl.config import OPTIMIZERS, Config
+from hesscale.experiments.rl.config import Config
 from hesscale.experiments.rl.ppo import PPO
 
 ENVIRONMENTS = ("HalfCheetah-v5", "Hopper-v5", "InvertedDoublePendulum-v5", "CartPole-v1")
@@ -80,13 +81,13 @@ class Ours(Timed):
     def __init__(self, algo: str, env: str, optimizer: str, together: int) -> None:
         super().__init__()
         self.algo, self.learning = algo, agents(algo, env, optimizer, together)
-        self.learning.worlds.collect = self.collector(self.learning.worlds.collect)
+        self.learning.envs.collect = self.collector(self.learning.envs.collect)
         self.agent_steps = ITERATIONS[algo] * self.learning.rollout * together
 
     def learn(self) -> None:
         for k in range(ITERATIONS[self.algo]):
             self.learning.iterate(is_logged=k % LOG_EVERY[self.algo] == 0)
-        if any(at is not None for at in self.learning.worlds.diverged_at):
+        if any(at is not None for at in self.learning.envs.diverged_at):
             raise RuntimeError(f"{self.algo} diverged, and steps that are not made take no time: choose a smaller step size")
 
 
@@ -101,7 +102,7 @@ class StableBaselines3(Timed):
         try:
             import stable_baselines3 as sb3
         except ImportError as error:
-            raise LeftOut(f"stable-baselines3 is not installed, or not with all that it needs ({error})") from None
+            raise NotMeasured(f"stable-baselines3 is not installed, or not with all that it needs ({error})") from None
         from stable_baselines3.common.monitor import Monitor
         from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 
@@ -135,7 +136,7 @@ def measured(algo: str, env: str, optimizers: Sequence[str], together: Sequence[
             with silence():  # MuJoCo finds attributes of gymnasium's models that it will not know for ever
                 case = make()
             case.run()
-        except LeftOut as error:
+        except NotMeasured as error:
             rows[k]["error"] = message(error)
             continue
         cases[k] = case
@@ -180,7 +181,7 @@ def speeds(rows: Sequence[Mapping[str, Any]]) -> str:
     ]
     body, notes = [], []
     for row in rows:
-        label = "Stable-Baselines3, Adam" if row["method"] == SB3 else f"ours, {OPTIMIZERS[row['method']].label}"
+        label = "Stable-Baselines3, Adam" if row["method"] == SB3 else f"ours, {AGENT_OPTIMIZERS[row['method']].label}"
         start = [row["algo"].upper(), row["env"], label, str(row["together"])]
         if "error" in row:
             notes.append(f"- {', '.join(start[:3])}: {row['error']}")
@@ -190,7 +191,7 @@ def speeds(rows: Sequence[Mapping[str, Any]]) -> str:
         cells += [spread(row[key]) if row[key] else "–" for key in ("to_sb3", "to_one")]
         cells += [f"{row['rollout_us']:.3g}", f"{row['update_us']:.3g}", f"{row['first_block_s']:.3g}"]
         body.append([*start, *cells])
-    return table([*names, "first block, s"], body) + ("\nNot measured:\n\n" + "\n".join(notes) + "\n" if notes else "")
+    return markdown_table([*names, "first block, s"], body) + ("\nNot measured:\n\n" + "\n".join(notes) + "\n" if notes else "")
 
 
 @contextlib.contextmanager
@@ -207,7 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--algos", nargs="+", choices=ALGORITHMS, default=list(ALGORITHMS))
     parser.add_argument("--envs", nargs="+", default=ENVIRONMENTS, help="any of gymnasium's")
-    parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=["adam", "adahesscale"], help="ours")
+    parser.add_argument("--optimizers", nargs="+", choices=AGENT_OPTIMIZERS, default=["adam", "adahesscale"], help="ours")
     parser.add_argument("--together", nargs="+", type=int, default=[1], help="agents of ours that learn as one ensemble")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=Path, default=Path("results/rl_speed"))

@@ -25,9 +25,10 @@ import torch
 from records import header, made_by, save
 
 from hesscale.experiments.bench.measure import digits, message, quartiles, ratios
-from hesscale.experiments.bench.report import table
 from hesscale.experiments.figures.supervised import PAPER, Settings, tasks
-from hesscale.experiments.vision.config import OPTIMIZERS, Task
+from hesscale.experiments.lab.markdown import markdown_table
+from hesscale.experiments.optimizers import IMAGE_OPTIMIZERS
+from hesscale.experiments.vision.config import Task
 from hesscale.experiments.vision.images import Images, Split
 from hesscale.experiments.vision.members import PRECISIONS, Epoch, Members
 from hesscale.experiments.vision.problems import PROBLEMS
@@ -106,13 +107,13 @@ def measured(asked: Mapping[str, list[Task]], images: Images, rounds: int) -> li
 
 def page(found: Mapping[str, Any]) -> str:
     columns = ["optimizer", "networks", "ms a step", "images/s", "relative to Adam", "outside steps", "mode"]
-    body = [[OPTIMIZERS[row["optimizer"]].label, str(row["together"]), *cells(row)] for row in found["rows"]]
+    body = [[IMAGE_OPTIMIZERS[row["optimizer"]].label, str(row["together"]), *cells(row)] for row in found["rows"]]
     return (
         f"# Speed of training on images\n\n{made_by(found)} {found['task']}, batches of {found['batch']},\n{found['precision']}; "
         f"medians and quartiles of {found['rounds']} rounds of an epoch of {found['images']:,} images, made up. "
         "Relative to Adam: images a second,\nof as many networks. Outside steps: the share of the seconds in which batches are "
         "made.\n\n"
-        f"{table(columns, body)}"
+        f"{markdown_table(columns, body)}"
     )
 
 
@@ -133,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     images = [name for name, problem in PROBLEMS.items() if problem.is_augmented]
     parser.add_argument("--task", choices=images, default=images[0])
-    parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=[*PAPER, *SCALED])
+    parser.add_argument("--optimizers", nargs="+", choices=IMAGE_OPTIMIZERS, default=[*PAPER, *SCALED])
     parser.add_argument("--together", nargs="+", type=int, default=[1], help="networks in one step")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--images", type=int, default=40_000, help="in an epoch")

@@ -1,13 +1,14 @@
-"""The command ``hesscale``: the experiments, their runs and the report; operators, and the benchmark of step costs."""
+"""The command ``hesscale``: experiments, their runs and the report, the benchmark of step costs, and the operators."""
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 import time
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 try:
     import typer
@@ -19,26 +20,34 @@ except ModuleNotFoundError as missing:
 
 import hesscale
 
-from .bench import HELP, Settings
+from .bench import Settings
 from .bench import run as run_bench
-from .bench.report import HEADER, cells
-from .bench.targets import slopes
-from .lab.commands import RUNS, Where, command_of, command_text, escaped, perform, settings_of, sweep_command, tasks_of
+from .bench.tables import tables
+from .lab.commands import (
+    RUNS,
+    RunOptions,
+    as_rich_table,
+    command_of,
+    command_text,
+    escaped,
+    options_of,
+    run_experiment,
+    settings_of,
+    sweep_command,
+    tasks_of,
+)
 from .lab.data import download, load, names
 from .lab.download import DataError
 from .lab.experiment import experiments
 from .lab.store import DamagedRun, Store
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Hessian diagonals for PyTorch.")
-DEFAULT = Settings()
-
-
-def option(name: str) -> object:
-    return typer.Option(f"--{name}", help=HELP[name])
 
 
 @app.command()
-def operators(containing: Annotated[str, typer.Argument(help="only names and families that contain this")] = "") -> None:
+def operators(
+    containing: Annotated[str, typer.Argument(help="show only operators whose name or family contains this")] = "",
+) -> None:
     """List the operators that have a curvature rule."""
     wanted = [op for op in hesscale.operators() if containing.lower() in f"{op.name} {op.family}".lower()]
     if not wanted:
@@ -53,46 +62,20 @@ def operators(containing: Annotated[str, typer.Argument(help="only names and fam
     Console().print(f"{len(wanted)} operators. hesscale.explain(loss) shows those of a loss.")
 
 
-@app.command()
-def bench(
-    device: Annotated[str, option("device")] = DEFAULT.device,
-    only: Annotated[str, option("only")] = DEFAULT.only,
-    methods: Annotated[str, option("methods")] = DEFAULT.methods,
-    modes: Annotated[str, option("modes")] = DEFAULT.modes,
-    sweep: Annotated[str, option("sweep")] = DEFAULT.sweep,
-    rounds: Annotated[int, option("rounds")] = DEFAULT.rounds,
-    block: Annotated[float, option("block")] = DEFAULT.block,
-    limit: Annotated[float, option("limit")] = DEFAULT.limit,
-    threads: Annotated[int, option("threads")] = DEFAULT.threads,
-    tf32: Annotated[bool, option("tf32")] = DEFAULT.tf32,
-    ensemble: Annotated[bool, option("ensemble")] = DEFAULT.ensemble,
-    quick: Annotated[bool, option("quick")] = DEFAULT.quick,
-    out: Annotated[str, option("out")] = DEFAULT.out,
-    name: Annotated[str, option("name")] = DEFAULT.name,
-    report: Annotated[str, option("report")] = DEFAULT.report,
-    into: Annotated[str, option("into")] = DEFAULT.into,
-) -> None:
+def bench(**given: Any) -> None:
     """Cost of a training step, as ratios to torch's Adam in the same run."""
-    settings = Settings(**{key: value for key, value in locals().items() if key in HELP})
     console = Console()
     try:
-        record = run_bench(settings, lambda text: console.print(text, highlight=False, markup=False), "hesscale bench")
+        record = run_bench(Settings(**given), lambda text: console.print(text, highlight=False, markup=False), "hesscale bench")
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    if record is None:
-        return
-    for workload in record["workloads"]:
-        table = Table(*HEADER, title=f"{workload['description']}, batch {workload['batch']}")
-        for row in workload["rows"]:
-            table.add_row(*(cell.replace("[", r"\[") for cell in cells(row, record["machine"]["device"])))
-        console.print(table)
-    if record["sweep"]:
-        table = Table("method", "mode", "slope", "above Adam's", title=f"time against {record['sweep']}")
-        for (method, mode), slope in slopes(record).items():
-            above = "" if slope.above_adam is None else f"{slope.above_adam:+.3f}"
-            table.add_row(method, mode, f"{slope.slope:.3f}", above)
-        console.print(table)
+    for table in tables(record) if record is not None else ():
+        console.print(as_rich_table(table))
 
+
+bench.__signature__ = inspect.Signature(options_of(Settings))  # type: ignore[attr-defined]
+bench.__annotations__ = {}
+app.command()(bench)
 
 EXPERIMENTS = experiments()
 for experiment in EXPERIMENTS.values():
@@ -102,10 +85,10 @@ app.command("sweep")(sweep_command(EXPERIMENTS))
 
 @app.command()
 def runs(
-    only: Annotated[str, typer.Argument(help="of this experiment alone")] = "*",
-    where: Annotated[Path, typer.Option("--runs", help="where runs are kept")] = RUNS,
+    only: Annotated[str, typer.Argument(help="show only runs of this experiment")] = "*",
+    where: Annotated[Path, typer.Option("--runs", help="folder of runs")] = RUNS,
 ) -> None:
-    """List runs: what they are, how far they are, and what went wrong."""
+    """List runs with their settings, their progress and their errors."""
     if only != "*" and only not in EXPERIMENTS:
         raise typer.BadParameter(f"{only!r} is not one of {', '.join(EXPERIMENTS)}")
     records = Store(where).records(only)
@@ -125,14 +108,14 @@ def runs(
 
 @app.command()
 def report(
-    names: Annotated[list[str] | None, typer.Argument(help="experiments to show; all that were run unless given")] = None,
-    where: Annotated[Path, typer.Option("--runs", help="where runs are kept")] = RUNS,
+    names: Annotated[list[str] | None, typer.Argument(help="experiments to show; all that were run by default")] = None,
+    where: Annotated[Path, typer.Option("--runs", help="folder of runs")] = RUNS,
     out: Annotated[Path, typer.Option("--out", help="folder for the page, its figures and tables")] = Path("out/report"),
-    page: Annotated[bool, typer.Option("--page/--no-page", help="the page itself, which holds a library of 4 MB")] = True,
-    everything: Annotated[bool, typer.Option("--all", help="every run that is finished, not those of the last command")] = False,
-    beside: Annotated[Path | None, typer.Option(help="an earlier report, or its summary.json, to show along with these")] = None,
+    page: Annotated[bool, typer.Option("--page/--no-page", help="write index.html, which includes a library of 4 MB")] = True,
+    everything: Annotated[bool, typer.Option("--all", help="show all finished runs, not only those of the last command")] = False,
+    beside: Annotated[Path | None, typer.Option(help="an earlier report, or its summary.json, to show beside this one")] = None,
 ) -> None:
-    """Write one page with the figures, tables, settings and commands of what was run last."""
+    """Write one page with the figures, tables, settings and commands of the last runs."""
     from .lab.report import report as write
 
     try:
@@ -145,16 +128,16 @@ def report(
 
 @app.command()
 def demo(
-    where: Annotated[Path, typer.Option("--runs", help="where runs are kept")] = RUNS,
+    where: Annotated[Path, typer.Option("--runs", help="folder of runs")] = RUNS,
     out: Annotated[Path, typer.Option("--out", help="folder for the page")] = Path("out/report"),
 ) -> None:
-    """In two minutes: how good the diagonals are, how optimizers that use them learn, and the report of both."""
+    """Run quality and supervised at a small size, and write their report; this takes two minutes."""
     started = time.perf_counter()
     names = ["quality", "supervised"]
     for name in names:
         settings = settings_of(EXPERIMENTS[name], "small", {})
         tasks = tasks_of(EXPERIMENTS[name], [settings])
-        perform(EXPERIMENTS[name], tasks, Where(runs=where), command_text(name, "small", {}), settings)
+        run_experiment(EXPERIMENTS[name], tasks, RunOptions(runs=where), command_text(name, "small", {}), settings)
     Console().print(f"Took {time.perf_counter() - started:.0f} s. Open the page in a browser:", highlight=False)
     report(names, where, out)
 
@@ -162,9 +145,9 @@ def demo(
 @app.command()
 def data(
     name: Annotated[str, typer.Argument(help=f"one of {', '.join(names())}")],
-    root: Annotated[Path | None, typer.Option("--data", help="folder for it, in place of HESSCALE_DATA or data/")] = None,
+    root: Annotated[Path | None, typer.Option("--data", help="folder of data sets, in place of HESSCALE_DATA or data/")] = None,
 ) -> None:
-    """Download a data set, or go on with a download that broke off, and check it."""
+    """Download a data set, or resume a download that broke off, and check it."""
     with Progress(console=Console()) as progress:
         bars: dict[str, TaskID] = {}
 
@@ -183,17 +166,17 @@ def data(
 
 @app.command("rl-eval")
 def rl_eval(
-    checkpoint: Annotated[Path, typer.Argument(help="directory of a run of hesscale rl, or policy.pt or checkpoint.pt in it")],
-    episodes: Annotated[int, typer.Option("--episodes", min=1, help="how many to play")] = 10,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="of the first episode; the next has the next")] = 0,
+    checkpoint: Annotated[Path, typer.Argument(help="folder of a run of hesscale rl, or its policy.pt or checkpoint.pt")],
+    episodes: Annotated[int, typer.Option("--episodes", min=1, help="number of episodes")] = 10,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="seed of the first episode; each further one has the next seed")] = 0,
     deterministic: Annotated[
-        bool, typer.Option("--deterministic/--sample", help="the policy's likeliest actions, or actions drawn from it")
+        bool, typer.Option("--deterministic/--sample", help="take the likeliest action, or draw one from the policy")
     ] = True,
-    video: Annotated[Path | None, typer.Option("--video", help="file (.mp4) to show the first episode in")] = None,
+    video: Annotated[Path | None, typer.Option("--video", help="file (.mp4) to film the first episode to")] = None,
 ) -> None:
-    """Play episodes with a learned policy, as it is."""
+    """Play episodes with a trained policy, without further training."""
     from .lab.statistics import summary
-    from .rl.config import OPTIMIZERS
+    from .optimizers import AGENT_OPTIMIZERS
     from .rl.evaluate import evaluate, film, load_policy
 
     console = Console()
@@ -208,7 +191,7 @@ def rl_eval(
     except (ValueError, FileNotFoundError, FloatingPointError, RuntimeError) as error:
         raise typer.BadParameter(str(error)) from None
     config = policy.config
-    title = f"{config.algo.upper()} with {OPTIMIZERS[config.optimizer].label} on {config.env}, after {policy.steps:,} steps"
+    title = f"{config.algo.upper()} with {AGENT_OPTIMIZERS[config.optimizer].label} on {config.env}, after {policy.steps:,} steps"
     table = Table("seed", Column("return", justify="right"), Column("length", justify="right"), title=title, min_width=len(title))
     for k, episode in enumerate(found, start=seed):
         table.add_row(str(k), f"{episode.total:.2f}", str(episode.length))
@@ -220,7 +203,7 @@ def rl_eval(
 
 @app.command()
 def explain(
-    factory: Annotated[str, typer.Argument(help="module:function; the function takes nothing and returns a loss")],
+    factory: Annotated[str, typer.Argument(help="module:function, where the function takes no arguments and returns a loss")],
 ) -> None:
     """Show what hesscale does with a loss, operator by operator."""
     module, colon, name = factory.partition(":")

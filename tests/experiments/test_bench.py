@@ -16,7 +16,19 @@ from torch import nn
 import hesscale
 from hesscale.estimators import estimate
 from hesscale.experiments import bench
-from hesscale.experiments.bench import command, ensemble, exact, measure, methods, report, targets, workloads
+from hesscale.experiments.bench import (
+    command,
+    ensemble,
+    exact,
+    measure,
+    methods,
+    record_files,
+    sweeps,
+    tables,
+    targets,
+    workloads,
+)
+from hesscale.experiments.bench import settings as settings_module
 from hesscale.experiments.bench.methods import METHODS, Step
 from hesscale.experiments.bench.workloads import WORKLOADS
 
@@ -61,55 +73,57 @@ def test_a_quick_run_has_ratios_of_its_methods(quick):
 def test_the_table_is_made_from_the_record(quick):
     folder, record = quick
     text = (folder / "step_cost.md").read_text(encoding="utf-8")
-    assert text == report.page(record, "step_cost")
+    assert text == record_files.page(record, "step_cost")
     record = json.loads(json.dumps(record))
     record["workloads"][0]["rows"][1]["ratio"] = {"median": 123.0, "q1": 122.0, "q3": 124.0}
-    assert "| 123.00 (122.00–124.00) |" in report.page(record, "step_cost")
+    assert "| 123.00 (122.00–124.00) |" in record_files.page(record, "step_cost")
 
 
 def test_the_tables_go_between_the_marks_of_a_page(quick, tmp_path, capsys):
     folder, record = quick
     page, path = tmp_path / "page.md", folder / "step_cost.json"
-    page.write_text(f"above\n\n{report.BEGIN}\nold\n{report.END}\nbelow\n", encoding="utf-8")
+    page.write_text(f"above\n\n{record_files.BEGIN}\nold\n{record_files.END}\nbelow\n", encoding="utf-8")
     for _ in range(2):
         bench.main(["--report", str(folder), "--into", str(page)])
     text = page.read_text(encoding="utf-8")
-    assert text == f"above\n\n{report.BEGIN}\n\n{report.readme([(path, record)], page)}\n{report.END}\nbelow\n"
+    assert text == f"above\n\n{record_files.BEGIN}\n\n{record_files.readme([(path, record)], page)}\n{record_files.END}\nbelow\n"
     link = text.partition("[Record](")[2].partition(")")[0]
     assert (tmp_path / link).samefile(path)
     capsys.readouterr()
     bench.main(["--report", str(folder)])
     assert "### Targets" in capsys.readouterr().out
     with pytest.raises(ValueError, match="needs one line"):
-        report.insert(folder / "step_cost.md", "")
+        record_files.insert(folder / "step_cost.md", "")
     with pytest.raises(ValueError, match="no records below"):
-        report.load(tmp_path)
+        record_files.load(tmp_path)
     for text in ("{}", "[]", "{"):
         (tmp_path / "stray.json").write_text(text, encoding="utf-8")
         with pytest.raises(ValueError, match=r"stray\.json is (no record|not JSON)"):
-            report.load(tmp_path)
+            record_files.load(tmp_path)
 
 
 def test_a_report_writes_the_pages_of_records_anew(quick, tmp_path):
     _, record = quick
     (tmp_path / "cpu").mkdir()
     page = tmp_path / "page.md"
-    page.write_text(f"{report.BEGIN}\n{report.END}\n", encoding="utf-8")
+    page.write_text(f"{record_files.BEGIN}\n{record_files.END}\n", encoding="utf-8")
     (tmp_path / "cpu/run.json").write_text(json.dumps(record), encoding="utf-8")
     bench.main(["--report", str(tmp_path), "--into", str(page)])
-    assert (tmp_path / "cpu/run.md").read_text(encoding="utf-8") == report.page(record, "run")
+    assert (tmp_path / "cpu/run.md").read_text(encoding="utf-8") == record_files.page(record, "run")
 
 
 def test_the_page_of_benchmarks_is_that_of_the_stored_records():
     page, folder = ROOT / "benchmarks/README.md", ROOT / "results/step_cost"
-    stored = page.read_text(encoding="utf-8").partition(report.BEGIN)[2].partition(report.END)[0].strip()
-    found = report.load(folder) if any(folder.rglob("*.json")) else []
-    assert stored == (report.readme(found, page).strip() if found else "")
-    assert all(report.page(record, path.stem) == path.with_suffix(".md").read_text(encoding="utf-8") for path, record in found)
+    stored = page.read_text(encoding="utf-8").partition(record_files.BEGIN)[2].partition(record_files.END)[0].strip()
+    found = record_files.load(folder) if any(folder.rglob("*.json")) else []
+    assert stored == (record_files.readme(found, page).strip() if found else "")
+    assert all(
+        record_files.page(record, path.stem) == path.with_suffix(".md").read_text(encoding="utf-8") for path, record in found
+    )
 
 
 def test_3c3d_is_that_of_deepobs():
-    model = workloads.three_c_three_d()
+    model = WORKLOADS["3c3d"].network()
     assert sum(p.numel() for p in model.parameters()) == 918_340
     assert model(torch.randn(2, 3, 32, 32)).shape == (2, 100)
 
@@ -180,7 +194,7 @@ def test_backpack_hands_its_diagonal_to_the_update(name, monkeypatch):
 
 def test_without_backpack_its_methods_say_so(monkeypatch):
     monkeypatch.setitem(sys.modules, "backpack", None)
-    with pytest.raises(methods.LeftOut, match="BackPACK is not installed"):
+    with pytest.raises(methods.NotMeasured, match="BackPACK is not installed"):
         Step(METHODS["backpack-h"], "eager", SMALL.model(CPU), SMALL.loss(), SMALL.data(CPU))
 
 
@@ -204,17 +218,17 @@ def test_a_compiled_step_is_asked_for_by_mode(monkeypatch):
         Step(METHODS["adahesscale"], mode, SMALL.model(CPU), SMALL.loss(), SMALL.data(CPU)).rest()
     assert asked == [("inductor", False), ("inductor", True)]
     rows = measure.rows_of(
-        SMALL, [(METHODS["adam"], "eager"), (METHODS["adam"], "compiled")], CPU, rounds=2, block=1e-4, limit=9, say=quietly
+        SMALL, [(METHODS["adam"], "eager"), (METHODS["adam"], "compiled")], CPU, rounds=2, block=1e-4, limit=9, log=quietly
     )
     assert [row["ran_as"] for row in rows] == ["eager", "traced"]
     assert rows[1]["ratio"]["median"] == 1 != rows[1]["ratio_to_eager_adam"]["median"]
-    assert "(ran as traced)" in report.workload_table({"rows": rows}, "cpu")
-    assert "ran as traced" in targets.doubts(rows[1])
+    assert "(ran as traced)" in tables.cells(rows[1], "cpu")[1]
+    assert "ran as traced" in targets.caveats(rows[1])
 
 
 def test_a_version_without_compile_step_says_so(monkeypatch):
     monkeypatch.delattr(hesscale, "compile_step", raising=False)
-    with pytest.raises(methods.LeftOut, match="no compile_step"):
+    with pytest.raises(methods.NotMeasured, match="no compile_step"):
         Step(METHODS["adam"], "compiled", SMALL.model(CPU), SMALL.loss(), SMALL.data(CPU))
 
 
@@ -231,7 +245,7 @@ def test_a_method_that_fails_is_recorded_and_the_rest_goes_on(tmp_path, monkeypa
 
     late = type("Late", (torch.optim.SGD,), {"step": breaks_later})
     table = {**METHODS, "sgd": methods.Method("sgd", "early", broken), "bl89": methods.Method("bl89", "late", late)}
-    monkeypatch.setattr(command, "METHODS", table)
+    monkeypatch.setattr(settings_module, "METHODS", table)
     said = []
     names = "adam,sgd,bl89,adahesscale"
     record = bench.run(bench.Settings(quick=True, methods=names, out=str(tmp_path), name="broken"), said.append, "test")
@@ -263,7 +277,8 @@ def test_a_run_that_is_stopped_keeps_what_it_has(tmp_path, monkeypatch):
 
 def test_without_matplotlib_there_is_no_figure(quick, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert report.save(tmp_path, "step_cost", quick[1]) == [
+    monkeypatch.delitem(sys.modules, "hesscale.experiments.lab.matplotlib_files")
+    assert record_files.save(tmp_path, "step_cost", quick[1]) == [
         "step_cost.json",
         "step_cost.md",
         "no figure, for want of matplotlib.figure",
@@ -271,12 +286,17 @@ def test_without_matplotlib_there_is_no_figure(quick, tmp_path, monkeypatch):
 
 
 def test_a_machine_without_git_or_proc_is_described_too(monkeypatch):
+    read_text = Path.read_text
+
     def missing(*_, **__):
         raise FileNotFoundError
 
+    def without_proc(path, *arguments, **options):
+        return missing() if str(path).startswith("/proc") else read_text(path, *arguments, **options)
+
     monkeypatch.setattr(subprocess, "run", missing)
-    monkeypatch.setattr(Path, "read_text", missing)
-    found = command.machine(bench.Settings())
+    monkeypatch.setattr(Path, "read_text", without_proc)
+    found = command.machine_of(bench.Settings())
     assert found["commit"] == "unknown"
     assert found["cpu"]
 
@@ -316,20 +336,20 @@ def test_a_failed_adam_leaves_times_without_ratios(monkeypatch):
         raise RuntimeError("no Adam")
 
     adam = methods.Method("adam", "Adam", broken)
-    rows = measure.rows_of(SMALL, [(adam, "eager"), (METHODS["sgd"], "eager")], CPU, rounds=2, block=1e-4, limit=9, say=quietly)
+    rows = measure.rows_of(SMALL, [(adam, "eager"), (METHODS["sgd"], "eager")], CPU, rounds=2, block=1e-4, limit=9, log=quietly)
     assert rows[0]["error"] == "RuntimeError: no Adam"
     assert rows[1]["ms"]["median"] > 0
     assert rows[1]["ratio"] is rows[1]["ratio_to_eager_adam"] is rows[1]["memory_ratio"] is None
-    assert measure.rows_of(SMALL, [(adam, "eager")], CPU, rounds=2, block=1e-4, limit=9, say=quietly) == rows[:1]
+    assert measure.rows_of(SMALL, [(adam, "eager")], CPU, rounds=2, block=1e-4, limit=9, log=quietly) == rows[:1]
 
 
 def test_slow_methods_and_harmful_ones_are_left_out():
     adam = (METHODS["adam"], "eager")
-    (row,) = measure.rows_of(SMALL, [adam], CPU, rounds=2, block=1e-4, limit=1e-9, say=quietly)
+    (row,) = measure.rows_of(SMALL, [adam], CPU, rounds=2, block=1e-4, limit=1e-9, log=quietly)
     assert row["error"].startswith("too slow: the first step took")
-    (row,) = measure.rows_of(WORKLOADS["3c3d"], [(METHODS["backpack-h"], "eager")], CPU, rounds=1, block=1, limit=9, say=quietly)
+    (row,) = measure.rows_of(WORKLOADS["3c3d"], [(METHODS["backpack-h"], "eager")], CPU, rounds=1, block=1, limit=9, log=quietly)
     assert row["error"].startswith("left out: asks for")
-    with pytest.raises(methods.LeftOut, match="Linear and Tanh"):
+    with pytest.raises(methods.NotMeasured, match="Linear and Tanh"):
         Step(METHODS["exact-h"], "eager", nn.Sequential(nn.Linear(3, 2), nn.ELU()), SMALL.loss(), SMALL.data(CPU))
 
 
@@ -364,13 +384,13 @@ def test_peak_memory_on_cuda_is_that_above_what_was_there(monkeypatch, from_the_
 
 def test_a_sweep_has_slopes_and_stops_where_steps_are_too_slow(tmp_path, monkeypatch):
     small = [workloads.point("outputs", n, lambda n=n: workloads.mlp(64, 8, 1, n), n) for n in (2, 4, 8)]
-    monkeypatch.setattr(command, "sweep", lambda kind: small)
+    monkeypatch.setattr(settings_module, "sweep", lambda kind: small)
     stop = iter([{(METHODS["sgd"], "eager"): "too slow at outputs=2 already"}, {}, {}])
     monkeypatch.setattr(command, "too_slow_to_go_on", lambda *_: next(stop))
     settings = bench.Settings(sweep="outputs", quick=True, methods="adam,sgd,adahesscale", out=str(tmp_path))
     record = bench.run(settings, quietly, "test")
     assert {path.name for path in tmp_path.iterdir()} == {"outputs.json", "outputs.md", "outputs.png"}
-    fitted = targets.slopes(record)
+    fitted = sweeps.sweep_of(record).slopes
     assert set(fitted) == {("adam", "eager"), ("adahesscale", "eager")}
     assert fitted["adam", "eager"].above_adam == 0
     text = (tmp_path / "outputs.md").read_text(encoding="utf-8")
@@ -390,7 +410,7 @@ def test_what_is_too_slow_for_the_next_size():
 
 
 def test_slope_of_a_power_law():
-    assert targets.fit([(x, 3 * x**1.5) for x in (1, 2, 4, 8)]) == pytest.approx(1.5)
+    assert sweeps.fit([(x, 3 * x**1.5) for x in (1, 2, 4, 8)]) == pytest.approx(1.5)
 
 
 def record_with(rows, **more):
@@ -424,7 +444,7 @@ def test_targets_are_judged_by_the_record():
     ]
     found = {
         v.text: v
-        for v in targets.verdicts(
+        for v in targets.target_results(
             [
                 record_with(
                     rows, ensemble={"ratio": {"median": 4.5, "q1": 4, "q3": 5}, "ran_as": "compiled", "single_ms": [1] * 30}
@@ -438,7 +458,7 @@ def test_targets_are_judged_by_the_record():
     gauss_newton = found["CPU, mlp-64, eager, AdaHesScaleGN / AdaHesScale"]
     assert gauss_newton.reached is True
     assert "1.10 to Adam meets the paper's 1.25" in gauss_newton.measured
-    assert found["CPU, 3c3d, eager, AdaHesScale / the same Adam"] == targets.Verdict(
+    assert found["CPU, 3c3d, eager, AdaHesScale / the same Adam"] == targets.TargetResult(
         "CPU, 3c3d, eager, AdaHesScale / the same Adam", "≤ 1.70", "not measured", None
     )
     assert next(v for text, v in found.items() if "ensemble" in text).reached is True
@@ -446,11 +466,11 @@ def test_targets_are_judged_by_the_record():
 
 def test_a_later_record_counts_and_failures_are_told():
     early, late = record_with([measured("adahesscale", "eager", 9)]), record_with([measured("adahesscale", "eager", 1)])
-    assert targets.judge(targets.TARGETS[0], [early, late]).reached is True
+    assert targets.check_target(targets.TARGETS[0], [early, late]).reached is True
     failed = record_with([{"method": "adahesscale", "mode": "eager", "error": "it broke"}])
-    assert targets.judge(targets.TARGETS[0], [failed]).measured == "not measured: it broke"
+    assert targets.check_target(targets.TARGETS[0], [failed]).measured == "not measured: it broke"
 
-    found = targets.judge(targets.TARGETS[0], [late, failed])
+    found = targets.check_target(targets.TARGETS[0], [late, failed])
     assert (found.measured, found.reached) == ("1.00 (1.00–1.00); a later run failed: it broke", True)
 
 
@@ -458,16 +478,16 @@ def test_a_later_record_counts_and_failures_are_told():
 def test_an_adam_that_fell_back_is_no_measure(quantity, mode):
     target = targets.Target("cpu", "mlp-64", "compiled", "adahesscale", 1.0, quantity)
     rows = [measured("adam", "eager", 1), measured("adam", "compiled", 1), measured("adahesscale", "compiled", 0.5)]
-    assert targets.judge(target, [record_with(rows)]).reached is True
+    assert targets.check_target(target, [record_with(rows)]).reached is True
     next(row for row in rows if row["method"] == "adam" and row["mode"] == mode)["ran_as"] = "traced"
-    found = targets.judge(target, [record_with(rows)])
+    found = targets.check_target(target, [record_with(rows)])
     assert (found.measured, found.reached) == ("0.50 (0.50–0.50); Adam (torch) ran as traced", None)
 
 
 class TestGaussNewton:
     @staticmethod
     def judge(*records):
-        return targets.judge_gauss_newton(targets.TARGETS[0], records)
+        return targets.check_gauss_newton(targets.TARGETS[0], records)
 
     def test_both_rows_are_of_one_run(self):
         full, gn = measured("adahesscale", "eager", 2), measured("adahesscale-gn", "eager", 1)
@@ -505,10 +525,10 @@ def test_what_is_printed_is_on_the_side_of_the_limit_that_was_judged():
         (1.196, "1.20", True),
         (1.21, "1.21", False),
     ):
-        found = targets.judge(targets.TARGETS[0], [record_with([measured("adahesscale", "eager", ratio)])])
+        found = targets.check_target(targets.TARGETS[0], [record_with([measured("adahesscale", "eager", ratio)])])
         assert (found.measured, found.reached) == (f"{text} ({text}–{text})", reached)
     ensemble = {"ratio": {"median": 3.996, "q1": 3.9, "q3": 4}, "ran_as": "compiled", "single_ms": [1] * 30}
-    found = targets.judge_ensemble([record_with([], ensemble=ensemble)])
+    found = targets.check_ensemble([record_with([], ensemble=ensemble)])
     assert (found.measured, found.reached) == ("3.996 (3.900–4.000)", False)
 
 
@@ -523,15 +543,15 @@ def swept(sizes, above=0.0):
 
 def test_a_slope_needs_four_sizes():
     few, enough, steep = swept((1, 2, 4)), swept((1, 2, 4, 8)), swept((1, 2, 4, 8), 0.0502)
-    found, _ = targets.judge_sweep("layers", [few])
+    found, _ = targets.check_sweep("layers", [few])
     assert (found.measured, found.reached) == ("0.000, that is Adam's +0.000; 3 sizes, 4 are needed", None)
-    assert targets.judge_sweep("layers", [few, enough])[0].reached is True
-    found, _ = targets.judge_sweep("layers", [enough, steep, swept(())])
+    assert targets.check_sweep("layers", [few, enough])[0].reached is True
+    found, _ = targets.check_sweep("layers", [enough, steep, swept(())])
     assert (found.measured, found.reached) == ("0.050, that is Adam's +0.0502", False)
 
 
 def test_too_few_rounds_are_not_judged():
-    found = targets.judge(targets.TARGETS[0], [record_with([measured("adahesscale", "eager", 1.0, times=29)])])
+    found = targets.check_target(targets.TARGETS[0], [record_with([measured("adahesscale", "eager", 1.0, times=29)])])
     assert found.reached is None
     assert found.measured.endswith("29 rounds, 30 are needed")
 
@@ -570,12 +590,12 @@ def test_cuda_must_be_there(monkeypatch):
 
 
 def test_a_plan_names_everything_by_default():
-    work = command.plan(bench.Settings())
+    work = settings_module.plan(bench.Settings())
     assert [w.name for w, _ in work] == ["mlp-64", "mlp-64-rl", "mlp-4x512", "mlp-4x512-b1", "3c3d"]
     pairs = [(method.name, mode) for method, mode in work[0][1]]
     assert {name for name, mode in pairs if mode == "eager"} == set(METHODS)
     assert {name for name, mode in pairs if mode == "compiled"} == {name for name, m in METHODS.items() if not m.source}
-    assert {mode for _, mode in command.plan(bench.Settings(device="cuda"))[0][1]} == {"eager", "compiled", "graph"}
+    assert {mode for _, mode in settings_module.plan(bench.Settings(device="cuda"))[0][1]} == {"eager", "compiled", "graph"}
 
 
 def test_devices_have_folders_of_their_own():
@@ -620,10 +640,10 @@ def test_an_ensemble_is_measured_against_single_runs_in_turn(monkeypatch):
     expected = [32 * one / whole for one, whole in zip(found["single_ms"], found["ensemble_ms"], strict=True)]
     assert found["ratio"]["median"] == pytest.approx(sorted(expected)[1], rel=1e-3)
     assert found["ran_as"] == "compiled and eager"
-    assert "times the member-steps per second" in report.ensemble_line({"ensemble": found})
-    verdict = targets.judge_ensemble([record_with([], ensemble=found)])
-    assert verdict.reached is None
-    assert "ran as compiled and eager; 3 rounds" in verdict.measured
+    assert "times the member-steps per second" in record_files.ensemble_line({"ensemble": found})
+    result = targets.check_ensemble([record_with([], ensemble=found)])
+    assert result.reached is None
+    assert "ran as compiled and eager; 3 rounds" in result.measured
 
     def broken(*_):
         return lambda x, y: alone()(x, y) or (calls["alone"] > 110 and 1 / 0)
@@ -664,7 +684,7 @@ class TestCommandLine:
 
     def test_bench_prints_slopes(self, invoke, tmp_path, monkeypatch):
         small = [workloads.point("layers", n, lambda n=n: workloads.mlp(64, 4, n, 3), 3) for n in (1, 2)]
-        monkeypatch.setattr(command, "sweep", lambda kind: small)
+        monkeypatch.setattr(settings_module, "sweep", lambda kind: small)
         result = invoke("bench", "--quick", "--sweep", "layers", "--methods", "adam", "--out", str(tmp_path))
         assert result.exit_code == 0, result.output
         assert "+0.000" in result.output

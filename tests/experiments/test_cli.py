@@ -11,10 +11,12 @@ import pytest
 from typer.testing import CliRunner
 
 from hesscale.experiments import cli
-from hesscale.experiments.lab import commands
-from hesscale.experiments.lab.sweep import Interrupted
+from hesscale.experiments.lab import commands, report
+from hesscale.experiments.lab.sweep import Interrupted, run_tasks
 
 NAMES = tuple(cli.EXPERIMENTS)
+QUALITY = ("quality", "--preset=smoke", "--examples=1", "--networks=1")
+SUPERVISED = ("supervised", "--preset=smoke", "--optimizer=adam@0.01", "--seeds=1", "--epochs=1", "--backend=eager")
 
 
 @pytest.fixture
@@ -22,6 +24,22 @@ def invoke(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     return lambda *words: CliRunner().invoke(cli.app, [*words])
+
+
+@pytest.fixture
+def no_processes(monkeypatch):
+    """Runs are done in this process, whatever workers are asked for."""
+
+    def here(*arguments, workers, **options):
+        return run_tasks(*arguments, workers=0, **options)
+
+    monkeypatch.setattr(commands, "run_tasks", here)
+
+
+@pytest.fixture
+def no_figures(monkeypatch):
+    """Reports are written without the files of their figures, which take most of the time."""
+    monkeypatch.setattr(report, "save_figure", lambda *_: [])
 
 
 def words_of(result) -> str:
@@ -52,7 +70,7 @@ def test_a_dry_run_says_how_much_work_it_is_and_does_none(invoke, tmp_path, name
 
 
 def test_an_experiment_runs_once_and_is_reported(invoke, tmp_path):
-    first = invoke("quality", "--preset", "smoke", "--examples", "3", "--workers", "1")
+    first = invoke("quality", "--preset", "smoke", "--examples", "3", "--workers", "1")  # in a process of its own
     assert first.exit_code == 0, first.output
     assert "HesScaleGN" in first.output
     again = invoke("quality", "--preset", "smoke", "--examples", "3")
@@ -100,8 +118,9 @@ def test_what_cannot_be_done_is_refused_by_name(invoke, words, told):
     assert told in words_of(result)
 
 
+@pytest.mark.usefixtures("no_processes")
 def test_a_run_that_fails_is_said_with_the_reason(invoke):
-    result = invoke("quality", "--preset", "smoke", "--step-size", "1e300", "--workers", "1")
+    result = invoke("quality", "--preset", "smoke", "--step-size", "1e300")
     assert result.exit_code == 1
     assert "a network diverged" in words_of(result)
     assert "failed" in words_of(invoke("runs"))
@@ -117,11 +136,12 @@ def test_an_interrupted_command_says_how_to_go_on(invoke, monkeypatch):
     assert "go on with: hesscale quality" in words_of(result)
 
 
+@pytest.mark.usefixtures("no_processes")
 def test_a_damaged_run_is_named(invoke, tmp_path):
-    invoke("quality", "--preset", "smoke", "--examples", "1", "--workers", "1")
+    invoke(*QUALITY)
     (database,) = tmp_path.glob("out/runs/quality/*/run.sqlite")
     database.write_bytes(database.read_bytes()[:5000])
-    result = invoke("quality", "--preset", "smoke", "--examples", "1", "--workers", "1")
+    result = invoke(*QUALITY)
     assert result.exit_code == 1
     assert "run.sqlite" in words_of(result)
     assert "damaged" in words_of(invoke("runs"))
@@ -145,10 +165,11 @@ def mnist_like(root, seed):
             (root / "MNIST" / "raw" / f"{split}-{kind}-ubyte").write_bytes(head + values.tobytes())
 
 
+@pytest.mark.usefixtures("no_processes")
 def test_runs_with_other_data_of_the_same_name_are_not_mixed_up(invoke, tmp_path):
     for seed, name in enumerate(("one", "another")):
         mnist_like(tmp_path / name, seed)
-    command = ["quality", "--preset", "smoke", "--examples", "1", "--dataset", "mnist", "--workers", "1"]
+    command = [*QUALITY, "--dataset", "mnist"]
     assert invoke(*command, "--data", "one").exit_code == 0
     assert invoke(*command, "--data", "one").exit_code == 0
     refused = invoke(*command, "--data", "another")
@@ -157,10 +178,10 @@ def test_runs_with_other_data_of_the_same_name_are_not_mixed_up(invoke, tmp_path
     assert invoke(*command, "--data", "nowhere").exit_code == 0  # nothing is left to do
 
 
+@pytest.mark.usefixtures("no_processes", "no_figures")
 def test_a_failed_request_does_not_hide_what_was_done(invoke, tmp_path):
-    command = ["supervised", "--preset", "smoke", "--optimizer", "adam@0.01", "--seeds", "1", "--epochs", "1", "--workers", "1"]
-    assert invoke(*command).exit_code == 0
-    assert invoke(*command, "--batch", "5000").exit_code == 1  # more than there are images
+    assert invoke(*SUPERVISED).exit_code == 0
+    assert invoke(*SUPERVISED, "--batch", "5000").exit_code == 1  # more than there are images
     assert invoke("report", "--no-page").exit_code == 0
     summary = (tmp_path / "out" / "report" / "summary.json").read_text()
     assert "--epochs=1" in summary
@@ -198,11 +219,18 @@ def test_a_loss_is_explained(invoke, tmp_path):
     assert "TanhBackward0" in result.output
 
 
+@pytest.mark.usefixtures("no_processes", "no_figures")
 def test_the_demonstration_ends_with_the_page(invoke, monkeypatch, tmp_path):
-    smoke = {
-        name: dataclasses.replace(e, presets={**e.presets, "small": e.presets["smoke"]}) for name, e in cli.EXPERIMENTS.items()
+    changes = {
+        "quality": {"networks": 1, "examples": 2},
+        "supervised": {"optimizer": "adam@0.01,adahesscale@0.01", "seeds": 1, "epochs": 1, "backend": "eager"},
     }
-    monkeypatch.setattr(cli, "EXPERIMENTS", smoke)
+    tiny = {}
+    for name, changed in changes.items():
+        experiment = cli.EXPERIMENTS[name]
+        small = dataclasses.replace(experiment.presets["smoke"], **changed)
+        tiny[name] = dataclasses.replace(experiment, presets={**experiment.presets, "small": small})
+    monkeypatch.setattr(cli, "EXPERIMENTS", tiny)
     result = invoke("demo")
     assert result.exit_code == 0, result.output
     assert "index.html" in words_of(result)

@@ -10,7 +10,7 @@ from hesscale.experiments.bench.measure import Case
 from hesscale.experiments.bench.methods import METHODS, Method, Step
 from hesscale.experiments.figures import cost
 from hesscale.experiments.lab.experiment import as_task
-from hesscale.experiments.lab.marks import check
+from hesscale.experiments.lab.series_layout import check
 from hesscale.experiments.lab.store import Result, Store
 
 EXPERIMENT = cost.EXPERIMENT

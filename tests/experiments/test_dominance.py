@@ -14,8 +14,8 @@ from hesscale.experiments.figures import dominance
 from hesscale.experiments.figures.dominance import EXPERIMENT, Networks, Settings, Task, rho
 from hesscale.experiments.lab.data import Dataset
 from hesscale.experiments.lab.experiment import as_task
-from hesscale.experiments.lab.marks import check
 from hesscale.experiments.lab.plots import Heat, Plot, Table
+from hesscale.experiments.lab.series_layout import check
 from hesscale.experiments.lab.store import Result, Store
 
 TASK = Task("digits", first=3, count=2, iterations=25, batch=8, step_size=1e-3, activation="tanh", samples=2, seed=0)

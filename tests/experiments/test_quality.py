@@ -16,7 +16,7 @@ from hesscale.experiments.figures import _quality_methods as methods
 from hesscale.experiments.figures import quality
 from hesscale.experiments.lab.data import Dataset
 from hesscale.experiments.lab.experiment import as_task
-from hesscale.experiments.lab.marks import check
+from hesscale.experiments.lab.series_layout import check
 from hesscale.experiments.lab.store import Store
 
 SIZES = [7, 5, 4, 6, 3]

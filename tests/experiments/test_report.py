@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from hesscale.experiments.lab import report as reports
-from hesscale.experiments.lab.drawing import draw_plot, save_figure
-from hesscale.experiments.lab.earlier import add_rows, read_summary, set_beside
+from hesscale.experiments.lab.baseline import add_baseline, add_rows, read_summary
 from hesscale.experiments.lab.experiment import Experiment, as_task
-from hesscale.experiments.lab.interactive import figures
-from hesscale.experiments.lab.marks import COLOURS, marks, palette
+from hesscale.experiments.lab.matplotlib_files import draw_plot, save_figure
 from hesscale.experiments.lab.page import as_script, page_of
+from hesscale.experiments.lab.plotly_figures import figures
 from hesscale.experiments.lab.plots import Heat, Plot, Section, Series, Table
 from hesscale.experiments.lab.report import Account, report, write_report
+from hesscale.experiments.lab.series_layout import COLOURS, lay_out, palette
 from hesscale.experiments.lab.store import Store
 
 METHODS = ["HesScale", "BL89", "g² < 1 & <b>bold</b>", "$x$ and $y$"]
@@ -132,7 +132,7 @@ class TestEarlier:
     @staticmethod
     def beside(account, summary):
         before = {item.name: len(item.series) for item in account.plots}
-        set_beside(account, summary)
+        add_baseline(account, summary)
         return [(plot, plot.series[: before[plot.name]], plot.series[before[plot.name] :]) for plot in account.plots]
 
     def test_what_was_shown_is_drawn_as_it_was(self, folder):
@@ -150,7 +150,7 @@ class TestEarlier:
                     finite = np.isfinite(a.y)
                     np.testing.assert_allclose(2 * np.array(b.y)[finite], np.array(a.y)[finite], rtol=1e-3)
                     assert (a.low is None) == (b.low is None)
-                marks(plot)
+                lay_out(plot)
 
     def test_the_same_again_is_not_shown_twice(self, folder):
         account = accounts()[1]
@@ -159,7 +159,7 @@ class TestEarlier:
         assert all(not earlier for _, _, earlier in self.beside(account, summary))
         (table,) = [item for item in account.items if isinstance(item, Table)]
         assert len(table.rows) == 2
-        assert account.earlier == []
+        assert account.baselines == []
         assert account.sections[0].text == ""
 
     def test_a_label_has_one_name_in_all_items(self):
@@ -172,7 +172,7 @@ class TestEarlier:
         before = {"t": {"header": ["method", "ms"], "rows": [["Adam", "1"], ["SGD", "2"]]}}
         before["p"] = {"x": "", "y": "", "series": [{"label": label, "x": [1], "y": [1]} for label in ("Adam", "SGD")]}
         found = account([["Adam", "diverged"]], [])
-        set_beside(found, {"command": "before", "settings": {"epochs": "2, 1", "task": "x"}, "shown": before})
+        add_baseline(found, {"command": "before", "settings": {"epochs": "2, 1", "task": "x"}, "shown": before})
         table, plot = found.items
         assert [row[0] for row in table.rows] == ["Adam", "Adam, earlier", "SGD"]
         assert [series.label for series in plot.series] == ["Adam, earlier", "SGD"]
@@ -183,14 +183,14 @@ class TestEarlier:
     def test_the_same_command_at_another_time_is_named(self):
         account = accounts()[1]
         shown = {"costs": {"header": ["method", "ms"], "rows": [["c", "3"]]}}
-        set_beside(account, {"command": account.command, "settings": account.settings, "commit": "older", "shown": shown})
-        assert account.earlier[0]["commit"] == "older"
+        add_baseline(account, {"command": account.command, "settings": account.settings, "commit": "older", "shown": shown})
+        assert account.baselines[0]["commit"] == "older"
 
     def test_what_other_settings_gave_is_called_earlier(self):
         account = accounts()[1]
         account.settings = {"seed": "0, 1", "task": "x"}
         shown = {"costs": {"header": ["method", "ms"], "rows": [["c", "3"]]}}
-        set_beside(account, {"command": "", "settings": {"seed": "2", "task": "y"}, "shown": shown})
+        add_baseline(account, {"command": "", "settings": {"seed": "2", "task": "y"}, "shown": shown})
         (table,) = [item for item in account.items if isinstance(item, Table)]
         assert [row[0] for row in table.rows] == ["a | b", "<i>", "c, earlier"]
 
@@ -323,54 +323,54 @@ class TestInteractive:
 class TestMarks:
     def test_clouds_stay_in_their_slots(self):
         series = [Series(name, [0] * 30 + [1] * 30, np.arange(60.0), kind="dots") for name in "abc"]
-        drawn, note = marks(Plot("p", "", series, categories=["x", "y"]))
+        drawn, note = lay_out(Plot("p", "", series, categories=["x", "y"]))
         assert note == ""
         ends = [(mark.x[mark.x < 0.5].min(), mark.x[mark.x < 0.5].max()) for mark in drawn]
         assert -0.5 < ends[0][0] < ends[0][1] < ends[1][0] < 0 < ends[1][1] < ends[2][0] < ends[2][1] < 0.5
         np.testing.assert_allclose(drawn[1].x[30:] - drawn[1].x[:30], 1)
         assert [y for _, _, y in drawn[0].medians] == [14.5, 44.5]
-        again, _ = marks(Plot("p", "", series, categories=["x", "y"]))
+        again, _ = lay_out(Plot("p", "", series, categories=["x", "y"]))
         np.testing.assert_array_equal(drawn[2].x, again[2].x)
 
     def test_a_cloud_alone_is_in_the_middle(self):
-        drawn, _ = marks(Plot("p", "", [Series(name, [n], [1.0], kind="dots") for n, name in enumerate("ab")], categories="ab"))
+        drawn, _ = lay_out(Plot("p", "", [Series(name, [n], [1.0], kind="dots") for n, name in enumerate("ab")], categories="ab"))
         assert [mark.x.tolist() for mark in drawn] == [[0], [1]]
         assert not any(mark.in_legend or mark.medians for mark in drawn)
 
     def test_dots_with_places_of_their_own_stay_there(self):
         series = [Series("a", [0.2, 1, 1, 1], [1, 2, 3, 4], kind="dots"), Series("b", [0, 1], [1, 2], kind="dots")]
-        drawn, _ = marks(Plot("p", "", series, categories=["x", "y"]))
+        drawn, _ = lay_out(Plot("p", "", series, categories=["x", "y"]))
         assert [mark.x.tolist() for mark in drawn] == [[0.2, 1, 1, 1], [0, 1]]
         assert not drawn[0].medians
 
     def test_a_label_stands_in_the_legend_once(self):
         series = [Series(label, [0, 1], [1, 2], kind=kind) for label in "ab" for kind in ("dots", "line")]
-        drawn, _ = marks(Plot("p", "", series, categories=["x", "y"]))
+        drawn, _ = lay_out(Plot("p", "", series, categories=["x", "y"]))
         assert [mark.in_legend for mark in drawn] == [True, False, True, False]
         assert [mark.colour for mark in drawn] == [COLOURS[0], COLOURS[0], COLOURS[1], COLOURS[1]]
 
     def test_bars_stand_side_by_side(self):
-        first, second = marks(Plot("p", "", [Series(name, [10, 20], [1, 2], kind="bars") for name in "ab"]))[0]
+        first, second = lay_out(Plot("p", "", [Series(name, [10, 20], [1, 2], kind="bars") for name in "ab"]))[0]
         edges = [mark.x[number] + side * mark.width / 2 for number in (0, 1) for mark in (first, second) for side in (-1, 1)]
         assert edges == sorted(edges)
         assert ((first.x + second.x) / 2).tolist() == [10, 20]
 
     def test_what_cannot_be_drawn_is_counted(self):
         plot = Plot("p", "", [Series("a", [0, 1, 2, 3], [1, 0, -1, np.nan]), Series("b", [1], [2], kind="dots")], log_y=True)
-        drawn, note = marks(plot)
+        drawn, note = lay_out(plot)
         np.testing.assert_array_equal(drawn[0].y, [1, np.nan, np.nan, np.nan])
         assert note.startswith("3 of 5 points")
-        assert marks(dataclasses.replace(plot, log_y=False))[1] == "1 of 5 points are not finite and not drawn."
+        assert lay_out(dataclasses.replace(plot, log_y=False))[1] == "1 of 5 points are not finite and not drawn."
 
     def test_a_band_that_reaches_zero_ends_at_the_smallest_number(self):
-        (mark,), note = marks(Plot("p", "", [Series("a", [1, 2], [4.0, 5.0], [-1.0, 3.0], [6.0, 7.0])], log_y=True))
+        (mark,), note = lay_out(Plot("p", "", [Series("a", [1, 2], [4.0, 5.0], [-1.0, 3.0], [6.0, 7.0])], log_y=True))
         assert mark.low.tolist() == [3, 3]
         assert note == ""
 
     def test_a_label_keeps_its_colour(self):
         plots = [Plot("p", "", [Series(name, [1], [1]) for name in names]) for names in ("abc", "ca")]
         account = Account("x", "x", sections=[Section("s", items=plots)])
-        assert [mark.colour for mark in marks(plots[1], account.colours)[0]] == [COLOURS[2], COLOURS[0]]
+        assert [mark.colour for mark in lay_out(plots[1], account.colours)[0]] == [COLOURS[2], COLOURS[0]]
         many = [Plot("p", "", [Series(str(number), [1], [1]) for number in range(start, start + 8)]) for start in (0, 8)]
         assert Account("x", "x", sections=[Section("s", items=many)]).colours is None
         assert len(set(palette(many[1:]).values())) == 8

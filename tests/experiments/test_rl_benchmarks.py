@@ -173,7 +173,7 @@ def test_all_take_the_same_steps_with_the_same_networks(small, algo):
         for _ in range(2):
             case.run()
         assert all(0 < share < 1 for share in case.update_share)
-    assert theirs.model.num_timesteps == ours.learning.worlds.steps == 2 * ours.agent_steps
+    assert theirs.model.num_timesteps == ours.learning.envs.steps == 2 * ours.agent_steps
     sizes = [sum(p.numel() for p in module.parameters()) for module in (theirs.model.policy, ours.learning.agents[0])]
     assert sizes[0] + (2 * 64 if algo == "a2c" else 0) == sizes[1]  # whose A2C observes the time
     assert isinstance(theirs.model.policy.optimizer, torch.optim.Adam)
@@ -189,7 +189,7 @@ def test_without_stable_baselines3_that_is_said(small, tmp_path, monkeypatch):
 
 def test_agents_that_diverged_are_not_measured(small):
     case = small.Ours("a2c", "CartPole-v1", "adam", 2)
-    case.learning.worlds.stop(1)
+    case.learning.envs.stop(1)
     with pytest.raises(RuntimeError, match="diverged"):
         case.run()
 

@@ -23,9 +23,9 @@ from hesscale.experiments.rl import evaluate as module  # noqa: E402
 from hesscale.experiments.rl.a2c import A2C  # noqa: E402
 from hesscale.experiments.rl.config import Config  # noqa: E402
 from hesscale.experiments.rl.evaluate import choose_gl, evaluate, film, follow, load_policy, save_policy  # noqa: E402
-from hesscale.experiments.rl.networks import Crew  # noqa: E402
+from hesscale.experiments.rl.networks import AgentBatch  # noqa: E402
 from hesscale.experiments.rl.ppo import PPO  # noqa: E402
-from hesscale.experiments.rl.wrappers import Moments  # noqa: E402
+from hesscale.experiments.rl.vector_env import Moments  # noqa: E402
 
 TOY = "hesscale-test/Drift-v0"
 
@@ -82,7 +82,7 @@ def learned(**changes):
     """An algorithm that has made some updates."""
     config = dataclasses.replace(CONFIG, **changes)
     learning = (A2C if config.algo == "a2c" else PPO)([config])
-    while learning.worlds.steps < 60:
+    while learning.envs.steps < 60:
         learning.iterate()
     return learning
 
@@ -109,16 +109,16 @@ def test_sampled_episodes_are_those_of_training_with_the_normaliser_frozen(tmp_p
     save_policy(tmp_path / "policy.pt", learning.policy(0))
     policy = load_policy(tmp_path)
     assert policy.config == learning.config
-    assert policy.steps == learning.worlds.steps >= 60
+    assert policy.steps == learning.envs.steps >= 60
     (found,) = evaluate(policy, 1, seed=7, deterministic=False)
 
     monkeypatch.setattr(Moments, "update", lambda *_: None)
-    worlds = learning.make_worlds([7])
-    worlds.seen.load(0, learning.worlds.seen.state(0))
-    worlds.observations[:] = worlds.see(slice(None), worlds.environments.reset(0, 7)[None])
-    while not worlds.finished[0]:
-        worlds.collect(Crew(learning.agents), 1)
-    assert worlds.finished[0] == [found]
+    envs = learning.make_envs([7])
+    envs.seen.load(0, learning.envs.seen.state(0))
+    envs.observations[:] = envs.see(slice(None), envs.environments.reset(0, 7)[None])
+    while not envs.finished[0]:
+        envs.collect(AgentBatch(learning.agents), 1)
+    assert envs.finished[0] == [found]
 
 
 def test_likeliest_actions_are_means_or_the_largest_logits(path, tmp_path):

@@ -15,7 +15,7 @@ np = pytest.importorskip("numpy")
 
 from hesscale.experiments.figures import robot  # noqa: E402
 from hesscale.experiments.lab.experiment import as_task  # noqa: E402
-from hesscale.experiments.lab.marks import check  # noqa: E402
+from hesscale.experiments.lab.series_layout import check  # noqa: E402
 from hesscale.experiments.lab.store import Result, Store  # noqa: E402
 from hesscale.experiments.rl.config import Config  # noqa: E402
 

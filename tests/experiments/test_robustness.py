@@ -15,7 +15,7 @@ np = pytest.importorskip("numpy")
 from hesscale.experiments.figures import rl, robustness  # noqa: E402
 from hesscale.experiments.figures._normalised import aggregate, scores_of  # noqa: E402
 from hesscale.experiments.lab.experiment import as_task  # noqa: E402
-from hesscale.experiments.lab.marks import check  # noqa: E402
+from hesscale.experiments.lab.series_layout import check  # noqa: E402
 from hesscale.experiments.lab.statistics import bootstrap_interval, iqm  # noqa: E402
 from hesscale.experiments.lab.store import Result, Store  # noqa: E402
 from hesscale.experiments.rl.config import Config  # noqa: E402

@@ -21,7 +21,6 @@ import torch
 import toy_experiment
 from toy_experiment import EXPERIMENT, Task, numbers
 
-from hesscale.experiments.lab import database as database_module
 from hesscale.experiments.lab import locks
 from hesscale.experiments.lab import run as run_module
 from hesscale.experiments.lab.experiment import as_task
@@ -29,23 +28,14 @@ from hesscale.experiments.lab.locks import is_locked
 from hesscale.experiments.lab.store import BusyRun, DamagedRun, Pause, Store, key_of, seeded
 
 TASK = as_task(Task(seed=1, fault="raise once"))
-SLOW = as_task(Task(seed=1, steps=100, is_slow=True))
+SLOW = as_task(Task(seed=1, steps=50, is_slow=True))
 FORK = multiprocessing.get_context("fork")
 OURS = str(Path(run_module.__file__).parent)
 
 
 @pytest.fixture(autouse=True)
-def _quick(monkeypatch):
-    """Write everything at once, without waiting for the disk, which matters to no process that is killed."""
-
-    def connect(directory):
-        database = database_module.connect(directory)
-        database.execute("PRAGMA synchronous = OFF")
-        return database
-
-    monkeypatch.setattr(os, "fsync", lambda file: None)
-    monkeypatch.setattr(run_module, "connect", connect)
-    monkeypatch.setattr(run_module, "commit", lambda: "abc")
+def _at_once(monkeypatch, quick_store):
+    """Everything is written at once."""
     monkeypatch.setattr(run_module, "machine", lambda: {"cpu": "a cpu"})
     monkeypatch.setattr(run_module, "FLUSH_SECONDS", -1.0)
 
@@ -166,10 +156,11 @@ def exit_code(target, *arguments) -> int:
     return process.exitcode
 
 
-def test_killed_at_any_line(tmp_path, alone):
+@pytest.mark.parametrize("count", [10, pytest.param(100, marks=pytest.mark.slow)])
+def test_killed_at_any_line(tmp_path, alone, count):
     assert exit_code(do_and_die, tmp_path, 0) == 0
     total = int((tmp_path / "lines").read_text())
-    for lines in random.Random(0).sample(range(1, total + 1), 40):
+    for lines in random.Random(0).sample(range(1, total + 1), count):
         store = Store(tmp_path / str(lines))
         assert exit_code(do_and_die, store.root, lines) == -signal.SIGKILL
         assert {record.status for record in store.records()} <= {"interrupted", "finished"}
@@ -183,7 +174,7 @@ def test_killed_again_and_again(tmp_path, alone):
     while (record := store.record("toy", SLOW)) is None or record.status != "finished":
         process = FORK.Process(target=EXPERIMENT.do, args=(store, SLOW, None))
         process.start()
-        process.join(choose.uniform(0.05, 0.6))
+        process.join(choose.uniform(0.05, 0.3))
         kills += process.is_alive()
         process.kill()
         process.join()

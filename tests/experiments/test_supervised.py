@@ -16,10 +16,11 @@ import hesscale
 from hesscale.experiments.figures import supervised
 from hesscale.experiments.lab.data import Dataset
 from hesscale.experiments.lab.experiment import as_task
-from hesscale.experiments.lab.marks import check
+from hesscale.experiments.lab.series_layout import check
 from hesscale.experiments.lab.store import Pause, Result, Store
+from hesscale.experiments.optimizers import IMAGE_OPTIMIZERS
 from hesscale.experiments.vision import images, members, problems, trainer
-from hesscale.experiments.vision.config import OPTIMIZERS, optimizer_of
+from hesscale.experiments.vision.config import optimizer_of
 
 EXPERIMENT = supervised.EXPERIMENT
 CPU = torch.device("cpu")
@@ -233,7 +234,7 @@ def numbers(result):
     return {name: result.metrics[name] for name in NUMBERS} | {name: result.values[name] for name in NUMBERS}
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", IMAGE_OPTIMIZERS)
 def test_every_optimizer_learns(name, tmp_path):
     size = {"sgd": 0.1, "adam": 0.02, "adahessian": 0.02, "ggnmc-batch": 5e-6}.get(name, 0.003)
     (result,) = done(tmp_path, tasks(optimizer=f"{name}@{size}", epochs=20, evaluate_every=10))
@@ -576,8 +577,8 @@ def test_an_optimizer_has_the_same_colour_whatever_else_is_shown():
         _, section = row_of([trained(name, 0.1, 0) for name in optimizers])
         return [(series.colour, series.dashed) for series in section.items[2].series]
 
-    few, many = looks("adam", "adahesscale"), looks(*OPTIMIZERS)
-    assert [many[list(OPTIMIZERS).index(name)] for name in ("adam", "adahesscale")] == few
+    few, many = looks("adam", "adahesscale"), looks(*IMAGE_OPTIMIZERS)
+    assert [many[list(IMAGE_OPTIMIZERS).index(name)] for name in ("adam", "adahesscale")] == few
     assert len(set(many)) == len(many)
     assert {few[0][0]} == {colour for colour, _ in looks("adam", "scaled-adam")}
     assert looks("scaled-adam") == [(few[0][0], True)]

@@ -18,10 +18,12 @@ import toy_experiment
 from toy_experiment import EXPERIMENT, TOGETHER, Settings, Task, numbers
 
 from hesscale.experiments.lab import sweep as sweep_module
+from hesscale.experiments.lab import workers as workers_module
 from hesscale.experiments.lab.experiment import as_task
 from hesscale.experiments.lab.store import Store
-from hesscale.experiments.lab.sweep import Interrupted, Watched, grid, run_tasks
+from hesscale.experiments.lab.sweep import Interrupted, SweepProgress, grid, run_tasks
 
+pytestmark = pytest.mark.usefixtures("quick_store")
 ROOT = Path(__file__).parent.parent.parent
 
 
@@ -56,7 +58,7 @@ def test_all_become_of_what_they_should(tmp_path, monkeypatch):
     }
     assert "in misbehave" in store.record("toy", raises).facts["traceback"]
     assert store.record("toy", dies).status == "interrupted"
-    assert watched[-1] == Watched(4, {})
+    assert watched[-1] == SweepProgress(4, {})
     assert {len(each.running) for each in watched} == {0, 1, 2}
     labels = {label for each in watched for label, _, _ in each.running.values()}
     assert labels == {"seed=2 fault=die", "seed=0 fault=die once", "seed=1 fault=", "seed=1 fault=raise", "seed=2 fault="}
@@ -67,10 +69,17 @@ def test_all_become_of_what_they_should(tmp_path, monkeypatch):
     assert (again.finished, again.failed) == (4, [])
 
 
+@pytest.fixture
+def no_processes(monkeypatch):
+    """What worker processes would do is done here."""
+    monkeypatch.setattr(workers_module, "run_in_processes", lambda sweep, workers: sweep_module.run_here(sweep))
+
+
 def who_was_together(folder: Path) -> set[str]:
     return {path.name.removeprefix("together") for path in folder.glob("together*")}
 
 
+@pytest.mark.usefixtures("no_processes")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_those_of_a_kind_are_done_together(tmp_path, workers):
     tasks = [as_task(Task(seed, scale=1.0 if seed < 5 else 2.0)) for seed in range(8)]
@@ -81,6 +90,7 @@ def test_those_of_a_kind_are_done_together(tmp_path, workers):
     assert who_was_together(tmp_path) == {"0+1", "2+3+4", "5+6+7"}
 
 
+@pytest.mark.usefixtures("no_processes")
 def test_there_is_work_for_all_workers(tmp_path):
     tasks = [as_task(Task(seed)) for seed in range(4)]
     run_tasks(TOGETHER, Store(tmp_path / "runs"), tasks, workers=2, data=tmp_path, command="", together=16)
@@ -89,6 +99,7 @@ def test_there_is_work_for_all_workers(tmp_path):
         run_tasks(TOGETHER, Store(tmp_path / "runs"), tasks, workers=2, data=tmp_path, command="", together=0)
 
 
+@pytest.mark.usefixtures("no_processes")
 def test_what_is_left_of_a_group_goes_on_as_a_group(tmp_path):
     tasks = [as_task(Task(seed)) for seed in range(8)]
     store = Store(tmp_path / "runs")
@@ -153,7 +164,7 @@ def test_a_torn_run_stops_no_other(tmp_path):
 
 
 def test_interrupted_in_this_process(tmp_path):
-    def watch(watched: Watched) -> None:
+    def watch(watched: SweepProgress) -> None:
         if watched.finished == 1:
             raise KeyboardInterrupt
 
@@ -162,6 +173,7 @@ def test_interrupted_in_this_process(tmp_path):
         run_tasks(EXPERIMENT, Store(tmp_path), tasks, workers=0, data=None, command="hesscale toy", watch=watch)
 
 
+STEPS = 60  # of 0.02 s each
 DRIVER = """
 import signal
 import sys
@@ -172,7 +184,7 @@ from hesscale.experiments.lab.sweep import run_tasks
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which whoever runs tests in the background may have switched off
-    tasks = [as_task(Task(seed, steps=120, is_slow=True)) for seed in range(3)]
+    tasks = [as_task(Task(seed, steps=int(sys.argv[2]), is_slow=True)) for seed in range(3)]
     run_tasks(EXPERIMENT, Store(sys.argv[1]), tasks, workers=2, data=None, command="hesscale toy")
 """
 
@@ -180,19 +192,18 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_a_driver_that_is_stopped(tmp_path, how, monkeypatch):
     """Its workers stop with it, what they did is kept, and the same again ends with the same numbers."""
-    tasks = [as_task(Task(seed, steps=120, is_slow=True)) for seed in range(3)]
+    tasks = [as_task(Task(seed, steps=STEPS, is_slow=True)) for seed in range(3)]
     store, script = Store(tmp_path / "runs"), tmp_path / "driver.py"
     script.write_text(DRIVER)
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
-    driver = subprocess.Popen(
-        [sys.executable, script, store.root], env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+    command = [sys.executable, script, store.root, str(STEPS)]
+    driver = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
     deadline = time.monotonic() + 120
     while sum(record.facts.get("done", 0) > 4 for record in store.records()) < 2:
         assert driver.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    time.sleep(random.Random(how).uniform(0, 1))
+    time.sleep(random.Random(how).uniform(0, 0.3))
     if how == signal.SIGKILL:
         driver.kill()
     else:

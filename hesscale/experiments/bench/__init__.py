@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from .command import HELP, Settings, main, run
+from .command import main, run
+from .settings import Settings
 
-__all__ = ["HELP", "Settings", "main", "run"]
+__all__ = ["Settings", "main", "run"]

@@ -1,4 +1,4 @@
-"""Members of an ensemble trained in one step, against single compiled runs in turn."""
+"""An ensemble that is trained in one step, compared with as many single compiled steps in turn."""
 
 from __future__ import annotations
 

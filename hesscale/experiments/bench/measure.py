@@ -1,4 +1,4 @@
-"""Time and memory of steps: blocks of calls, one of every method in each round, in an order drawn anew."""
+"""Time and memory of steps. Each round has one block of calls of every method, in a new random order."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .methods import BASELINE, EAGER, GRAPH, MODES, LeftOut, Method, Step
+from .methods import BASELINE, EAGER, GRAPH, MODES, Method, NotMeasured, Step
 from .workloads import Workload
 
 MEASURED = "measured"  # the part of a profile that counts
 
 
 class Runnable(Protocol):
-    """What can be timed: one call of ``run`` is a step, and ``rest`` comes between blocks."""
+    """Something to time: a call of ``run`` is a step, and ``rest`` is called between blocks."""
 
     @property
     def run(self) -> Callable[[], Any]: ...
@@ -43,17 +43,17 @@ class Case:
 
 
 def prepare(workload: Workload, method: Method, mode: str, batch: tuple[Tensor, Tensor], *, block: float, limit: float) -> Case:
-    """Build and warm up; ``block`` is the seconds that a block of calls should take, ``limit`` the most that a step may."""
+    """Build a step and warm it up. A block of calls should take ``block`` seconds, a step at most ``limit``."""
     device = batch[0].device
     ways: set[str] = set()
 
     def warmed() -> Step:
         if method.name in workload.left_out:
-            raise LeftOut(f"left out: {workload.left_out[method.name]}")
+            raise NotMeasured(f"left out: {workload.left_out[method.name]}")
         step = Step(method, mode, workload.model(device), workload.loss(), batch)
         spent = timed(step.run, 1, device)
         if spent > limit:
-            raise LeftOut(f"too slow: the first step took {spent:.1f} s, the limit is {limit:g} s")
+            raise NotMeasured(f"too slow: the first step took {spent:.1f} s, the limit is {limit:g} s")
         for _ in range(3 * method.period + 1):
             step.run()
         return step
@@ -86,7 +86,7 @@ def wait(device: torch.device) -> None:
 
 
 class Stopwatch:
-    """Eager steps whose updates, all that comes after the loss, are timed by themselves too: ``update_ms``, one of each block."""
+    """Eager steps whose updates, all that comes after the loss, are timed separately too: ``update_ms`` has one per block."""
 
     def __init__(self, step: Step) -> None:
         self.step, self.device = step, step.batch[0].device
@@ -138,7 +138,7 @@ def with_peak(
 
 @contextmanager
 def silence() -> Iterator[None]:
-    """Nothing reaches standard error, where some builds of torch tell that a profiler starts and stops."""
+    """Silence standard error, where some builds of torch print that a profiler starts and stops."""
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
@@ -208,7 +208,7 @@ def digits(value: float) -> float:
 def message(error: BaseException) -> str:
     """The first line of an error that says something, not too long for a table."""
     line = next((line for line in str(error).splitlines() if line.strip()), "")
-    text = f"{type(error).__name__}: {line}" if line and not isinstance(error, LeftOut) else line or type(error).__name__
+    text = f"{type(error).__name__}: {line}" if line and not isinstance(error, NotMeasured) else line or type(error).__name__
     return text if len(text) <= 200 else text[:199] + "…"
 
 
@@ -220,7 +220,7 @@ def rows_of(
     rounds: int,
     block: float,
     limit: float,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> list[dict[str, Any]]:
     """One row for every method and mode: time, its ratios to Adam in the same mode and in eager, memory; or what went wrong."""
     batch = workload.data(device)
@@ -235,16 +235,16 @@ def rows_of(
                 text += f", runs as {cases[k].ran_as}"
         except Exception as error:
             text = rows[k]["error"] = message(error)
-        say(f"{workload.name}, {MODES[mode]}, {method.label}: {text}")
+        log(f"{workload.name}, {MODES[mode]}, {method.label}: {text}")
     if not cases:
         return rows
-    say(f"{workload.name}: {rounds} rounds of {len(cases)} blocks")
+    log(f"{workload.name}: {rounds} rounds of {len(cases)} blocks")
     keys = list(cases)
     times, errors = interleave([cases[k] for k in keys], rounds, device)
     by_row = {keys[i]: found for i, found in times.items()}
     for i, error_text in errors.items():
         rows[keys[i]]["error"] = error_text
-        say(f"{workload.name}, {rows[keys[i]]['mode']}, {rows[keys[i]]['label']}: {error_text}")
+        log(f"{workload.name}, {rows[keys[i]]['mode']}, {rows[keys[i]]['label']}: {error_text}")
     base = {row["mode"]: k for k, row in enumerate(rows) if row["method"] == BASELINE and k in by_row}
     for k, found in by_row.items():
         case, row = cases[k], rows[k]

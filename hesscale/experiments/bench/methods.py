@@ -1,4 +1,7 @@
-"""What trains: every method's whole step (clear, forward, backward with its curvature, update), in every mode."""
+"""The methods that are measured: a whole training step of each, in every mode.
+
+A step clears the gradients, goes forward, goes backward with the method's curvature, and updates.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,19 @@ from torch import Tensor, nn
 
 import hesscale
 
+from ..lab.choices import Choices
+from ..optimizers import OPTIMIZERS
 from . import exact
 
 EAGER, COMPILED, GRAPH = "eager", "compiled", "graph"
 MODES = {EAGER: "eager", COMPILED: "compiled", GRAPH: "compiled + CUDA graph"}
 BASELINE = "adam"
-STEP_SIZE = 1e-8  # weights stay where they are: thousands of steps on one batch must not diverge, and cost the same
+STEP_SIZE = 1e-8  # so small that thousands of steps on one batch neither diverge nor change in cost
+TRUST_RADIUS = 1e-8
 
 
-class LeftOut(Exception):
-    """A method is not measured, for a reason that is no failure of its own."""
+class NotMeasured(Exception):
+    """A method is not measured, though nothing failed."""
 
 
 @dataclass(frozen=True)
@@ -40,32 +46,43 @@ class Method:
         return (EAGER,) if self.source else tuple(MODES)
 
 
-def ours(optimizer: Any, **options: Any) -> Callable[..., torch.optim.Optimizer]:
-    return functools.partial(optimizer, lr=STEP_SIZE, **options)
+def method(optimizer: str, name: str = "") -> Method:
+    """One of the experiments' optimizers with its own curvature."""
+    spec = OPTIMIZERS[optimizer]
+    options: dict[str, Any] = {"trust_radius": TRUST_RADIUS} if spec.is_scaled else {}
+    make = functools.partial(spec.make, lr=STEP_SIZE, **options)
+    name, period = name or spec.name, spec.options.get("curvature_every", 1)
+    return Method(name, spec.cost_label or spec.label, make, period)
 
 
-LIST = [
-    Method(BASELINE, "Adam (torch)", ours(torch.optim.Adam)),
-    Method("sgd", "SGD (torch)", ours(torch.optim.SGD)),
-    Method("our-adam", "Adam (ours)", ours(hesscale.Adam)),
-    Method("adahesscale", "AdaHesScale", ours(hesscale.AdaHesScale)),
-    Method("adahesscale-gn", "AdaHesScaleGN", ours(hesscale.AdaHesScaleGN)),
-    Method("adahesscale-every10", "AdaHesScale, curvature every 10th step", ours(hesscale.AdaHesScale, curvature_every=10), 10),
-    Method("adahesscale-bf16", "AdaHesScale, curvature in bf16", ours(hesscale.AdaHesScale, curvature_dtype=torch.bfloat16)),
-    Method(
-        "adahesscale-gn-bf16", "AdaHesScaleGN, curvature in bf16", ours(hesscale.AdaHesScaleGN, curvature_dtype=torch.bfloat16)
-    ),
-    Method("adahesscale-trust", "AdaHesScale with a trust region", ours(hesscale.AdaHesScale, trust_radius=1e-8)),
-    Method("bl89", "BL89", ours(hesscale.BL89)),
-    Method("adahessian", "AdaHessian, 1 draw", ours(hesscale.AdaHessian)),
-    Method("ggnmc", "GGN-MC, 1 draw", ours(hesscale.GGNMC)),
-    Method("backpack-ggn-mc", "BackPACK DiagGGNMC", ours(hesscale.AdaHesScale), source="DiagGGNMC"),
-    Method("backpack-ggn", "BackPACK DiagGGNExact (exact GGN)", ours(hesscale.AdaHesScale), source="DiagGGNExact"),
-    Method("backpack-h", "BackPACK DiagHessian (exact H)", ours(hesscale.AdaHesScale), source="DiagHessian"),
-    Method("exact-ggn", "exact GGN, dense recursion", ours(hesscale.AdaHesScale), source="exact-ggn"),
-    Method("exact-h", "exact H, dense recursion", ours(hesscale.AdaHesScale), source="exact"),
-]
-METHODS = {method.name: method for method in LIST}
+def method_of(source: str, name: str, label: str) -> Method:
+    """AdaHesScale with a diagonal from elsewhere."""
+    make = functools.partial(OPTIMIZERS["adahesscale"].make, lr=STEP_SIZE)
+    return Method(name, label, make, source=source)
+
+
+METHODS = Choices(
+    [
+        method(BASELINE),
+        method("sgd"),
+        method("our-adam"),
+        method("adahesscale"),
+        method("adahesscale-gn"),
+        method("adahesscale-every10"),
+        method("adahesscale-bf16"),
+        method("adahesscale-gn-bf16"),
+        method("scaled-adahesscale"),
+        method("bl89"),
+        method("adahessian"),
+        method("ggnmc-batch", name="ggnmc"),
+        method_of("DiagGGNMC", "backpack-ggn-mc", "BackPACK DiagGGNMC"),
+        method_of("DiagGGNExact", "backpack-ggn", "BackPACK DiagGGNExact (exact GGN)"),
+        method_of("DiagHessian", "backpack-h", "BackPACK DiagHessian (exact H)"),
+        method_of("exact-ggn", "exact-ggn", "exact GGN, dense recursion"),
+        method_of("exact", "exact-h", "exact H, dense recursion"),
+    ],
+    aliases={"adahesscale-trust": "scaled-adahesscale"},
+)
 
 
 class Step:
@@ -84,7 +101,7 @@ class Step:
             self.run = functools.partial(self.compiled, *batch)
         elif method.source.startswith("exact"):
             if not exact.can_be_exact(model):
-                raise LeftOut("left out: the dense recursion is written for networks of Linear and Tanh alone")
+                raise NotMeasured("left out: the dense recursion is written for networks of Linear and Tanh alone")
             self.backward = functools.partial(exact.backward, gauss_newton=method.source == "exact-ggn")
         elif method.source:
             self.extend()
@@ -127,7 +144,7 @@ class Step:
             package: Any = importlib.import_module("backpack")
             self.extension: Any = getattr(importlib.import_module("backpack.extensions"), self.method.source)
         except ImportError as error:
-            raise LeftOut(f"BackPACK is not installed ({error}): pip install backpack-for-pytorch") from None
+            raise NotMeasured(f"BackPACK is not installed ({error}): pip install backpack-for-pytorch") from None
         self.extending = package.backpack
         self.model, self.criterion = package.extend(self.model), package.extend(self.criterion)
         self.field: str = self.extension().savefield
@@ -144,7 +161,7 @@ class Step:
 def compiled_step(model: nn.Module, criterion: nn.Module, optimizer: torch.optim.Optimizer, mode: str) -> Any:
     make = getattr(hesscale, "compile_step", None)
     if make is None:
-        raise LeftOut("this version of hesscale has no compile_step")
+        raise NotMeasured("this version of hesscale has no compile_step")
     return make(model, loss_by(criterion), optimizer, backend="inductor", cuda_graph=mode == GRAPH)
 
 

@@ -1,23 +1,18 @@
-"""The targets, and whether the measured records reach them."""
+"""Targets for the cost of a step, and whether the records reach them."""
 
 from __future__ import annotations
 
-import math
-import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from .measure import quartiles
 from .methods import BASELINE, COMPILED, EAGER, GRAPH, METHODS, MODES
+from .sweeps import Record, Row, sweep_of
 from .workloads import CPU, CUDA, SWEEPS
 
-Record = dict[str, Any]
-Row = dict[str, Any]
-
 NOT_MEASURED = "not measured"
-ROUNDS = 30  # the fewest that a target is judged by
-SIZES = 4  # the fewest that a slope is judged by
+ROUNDS = 30  # the fewest with which a target can be checked
+SIZES = 4  # the fewest with which a slope can be checked
 SLOPE_MARGIN = 0.05
 PAPER_GN = 1.25  # AdaHesScaleGN's cost in the paper, relative to Adam
 
@@ -54,7 +49,7 @@ ENSEMBLE_AT_LEAST = 4.0
 
 
 @dataclass(frozen=True)
-class Verdict:
+class TargetResult:
     """A target beside what was measured; ``reached`` is None where nothing was, or too little."""
 
     text: str
@@ -63,31 +58,31 @@ class Verdict:
     reached: bool | None
 
 
-def verdicts(records: Sequence[Record]) -> list[Verdict]:
-    """Every target, judged by the last record that measured it."""
-    found = [judge(target, records) for target in TARGETS]
+def target_results(records: Sequence[Record]) -> list[TargetResult]:
+    """Every target, with the last record that measured it."""
+    found = [check_target(target, records) for target in TARGETS]
     timed = [t for t in TARGETS if t.quantity == "ratio" and t.method in GAUSS_NEWTON]
-    found += [judge_gauss_newton(target, records) for target in timed]
-    found.append(judge_ensemble(records))
-    return found + [verdict for kind in SWEEPS for verdict in judge_sweep(kind, records)]
+    found += [check_gauss_newton(target, records) for target in timed]
+    found.append(check_ensemble(records))
+    return found + [result for kind in SWEEPS for result in check_sweep(kind, records)]
 
 
-def judge(target: Target, records: Sequence[Record]) -> Verdict:
+def check_target(target: Target, records: Sequence[Record]) -> TargetResult:
     text = f"{name(target)}, {METHODS[target.method].label} / {QUANTITIES[target.quantity]}"
     limit, failed = f"≤ {target.limit:.2f}", ""
     for rows in runs(records, target):
         row = rows.get((target.method, target.mode), {})
         if (value := row.get(target.quantity)) is not None:
             adam = rows.get((BASELINE, EAGER if target.quantity == "ratio_to_eager_adam" else target.mode))
-            doubt = doubts(row, adam)
+            caveat = caveats(row, adam)
             middle = value["median"] if isinstance(value, dict) else value
-            measured = spread(value, decimals(middle, target.limit)) + doubt + later(failed)
-            return Verdict(text, limit, measured, None if doubt else middle <= target.limit)
+            measured = spread(value, decimals(middle, target.limit)) + caveat + later(failed)
+            return TargetResult(text, limit, measured, None if caveat else middle <= target.limit)
         failed = failed or row.get("error", "")
-    return Verdict(text, limit, not_measured(failed), None)
+    return TargetResult(text, limit, not_measured(failed), None)
 
 
-def judge_gauss_newton(target: Target, records: Sequence[Record]) -> Verdict:
+def check_gauss_newton(target: Target, records: Sequence[Record]) -> TargetResult:
     """AdaHesScaleGN against AdaHesScale, round by round of one run, and against the paper's 1.25."""
     other = GAUSS_NEWTON[target.method]
     text, failed = f"{name(target)}, {METHODS[other].label} / {METHODS[target.method].label}", ""
@@ -96,80 +91,51 @@ def judge_gauss_newton(target: Target, records: Sequence[Record]) -> Verdict:
         times, base = gn.get("times_ms"), full.get("times_ms")
         if times and base and len(times) == len(base):
             value = quartiles(a / b for a, b in zip(times, base, strict=True))
-            doubt = doubts(gn, full)
-            measured = spread(value, decimals(value["median"], 1, least=3)) + doubt
-            if gn.get("ratio") and not doubts(gn, rows.get((BASELINE, target.mode))):
+            caveat = caveats(gn, full)
+            measured = spread(value, decimals(value["median"], 1, least=3)) + caveat
+            if gn.get("ratio") and not caveats(gn, rows.get((BASELINE, target.mode))):
                 middle = gn["ratio"]["median"]
                 meets = "meets" if middle <= PAPER_GN else "does not meet"
                 measured += f"; {middle:.{decimals(middle, PAPER_GN)}f} to Adam {meets} the paper's {PAPER_GN}"
-            return Verdict(text, "≤ 1.00", measured + later(failed), None if doubt else value["median"] <= 1)
+            return TargetResult(text, "≤ 1.00", measured + later(failed), None if caveat else value["median"] <= 1)
         failed = failed or gn.get("error", "") or full.get("error", "")
-    return Verdict(text, "≤ 1.00", not_measured(failed), None)
+    return TargetResult(text, "≤ 1.00", not_measured(failed), None)
 
 
-def judge_ensemble(records: Sequence[Record]) -> Verdict:
+def check_ensemble(records: Sequence[Record]) -> TargetResult:
     text = "CPU, ensemble of 32 tanh MLPs 64-64, batch 64, member-steps per second / 32 single compiled runs in turn"
     target = f"≥ {ENSEMBLE_AT_LEAST:g}"
     for record in reversed(records):
         found = record.get("ensemble")
         if found and record["machine"]["device"] == CPU and "ratio" in found:
-            doubt = doubts({"mode": COMPILED, "times_ms": found["single_ms"], **found})
+            caveat = caveats({"mode": COMPILED, "times_ms": found["single_ms"], **found})
             middle = found["ratio"]["median"]
-            measured = spread(found["ratio"], decimals(-middle, -ENSEMBLE_AT_LEAST)) + doubt
-            return Verdict(text, target, measured, None if doubt else middle >= ENSEMBLE_AT_LEAST)
-    return Verdict(text, target, NOT_MEASURED, None)
+            measured = spread(found["ratio"], decimals(-middle, -ENSEMBLE_AT_LEAST)) + caveat
+            return TargetResult(text, target, measured, None if caveat else middle >= ENSEMBLE_AT_LEAST)
+    return TargetResult(text, target, NOT_MEASURED, None)
 
 
-def judge_sweep(kind: str, records: Sequence[Record]) -> list[Verdict]:
+def check_sweep(kind: str, records: Sequence[Record]) -> list[TargetResult]:
     """Slopes of the two methods of this library, on every device that was measured."""
     target = f"≤ Adam's + {SLOPE_MARGIN}"
     found = []
     swept = [record for record in records if record["sweep"] == kind]
     for device in dict.fromkeys([record["machine"]["device"] for record in swept] or [""]):
         where = {CPU: "CPU, ", CUDA: "GPU, ", "": ""}[device]
-        fits = [(slopes(record), record["rounds"]) for record in reversed(swept) if record["machine"]["device"] == device]
+        measured_there = [record for record in reversed(swept) if record["machine"]["device"] == device]
+        fits = [(sweep_of(record).slopes, record["rounds"]) for record in measured_there]
         for method in ("adahesscale", "adahesscale-gn"):
             text = f"{where}time against {kind}, slope of the log-log fit, {METHODS[method].label}"
             measured = [(fitted[method, EAGER], rounds) for fitted, rounds in fits if (method, EAGER) in fitted]
             slope, rounds = next(((s, rounds) for s, rounds in measured if s.above_adam is not None), (None, 0))
             if slope is None or slope.above_adam is None:
-                found.append(Verdict(text, target, NOT_MEASURED, None))
+                found.append(TargetResult(text, target, NOT_MEASURED, None))
                 continue
-            doubt = too_few(rounds) + ("" if slope.sizes >= SIZES else f"; {slope.sizes} sizes, {SIZES} are needed")
+            caveat = too_few(rounds) + ("" if slope.sizes >= SIZES else f"; {slope.sizes} sizes, {SIZES} are needed")
             above = f"{slope.above_adam:+.{decimals(slope.above_adam, SLOPE_MARGIN, least=3)}f}"
-            value = f"{slope.slope:.3f}, that is Adam's {above}{doubt}"
-            found.append(Verdict(text, target, value, None if doubt else slope.above_adam <= SLOPE_MARGIN))
+            value = f"{slope.slope:.3f}, that is Adam's {above}{caveat}"
+            found.append(TargetResult(text, target, value, None if caveat else slope.above_adam <= SLOPE_MARGIN))
     return found
-
-
-@dataclass(frozen=True)
-class Slope:
-    """d log time / d log size, and how much more that is than Adam's, by the ratios to Adam at each size."""
-
-    slope: float
-    above_adam: float | None
-    sizes: int
-
-
-def slopes(record: Record) -> dict[tuple[str, str], Slope]:
-    """By method and mode, where at least two sizes were measured."""
-    points: dict[tuple[str, str], list[tuple[int, Row]]] = {}
-    for workload in record["workloads"]:
-        for row in workload["rows"]:
-            if "ms" in row:
-                points.setdefault((row["method"], row["mode"]), []).append((workload["size"], row))
-    result = {}
-    for key, found in points.items():
-        if len(found) > 1:
-            relative = [(size, row["ratio"]["median"]) for size, row in found if row["ratio"]]
-            above = fit(relative) if len(relative) == len(found) else None
-            result[key] = Slope(fit([(size, row["ms"]["median"]) for size, row in found]), above, len(found))
-    return result
-
-
-def fit(points: Iterable[tuple[float, float]]) -> float:
-    logs = [(math.log(x), math.log(y)) for x, y in points]
-    return statistics.linear_regression(*zip(*logs, strict=True)).slope
 
 
 def runs(records: Sequence[Record], target: Target) -> Iterator[dict[tuple[str, str], Row]]:
@@ -191,7 +157,7 @@ def spread(value: dict[str, float] | float, places: int = 2) -> str:
 
 
 def decimals(value: float, limit: float, least: int = 2) -> int:
-    """How many are needed so that what is printed is on the same side of the limit."""
+    """The decimals that are needed for the printed value to be on the same side of the limit."""
     return next((n for n in range(least, 9) if (round(value, n) <= limit) == (value <= limit)), 9)
 
 
@@ -203,8 +169,8 @@ def later(failed: str) -> str:
     return f"; a later run failed: {failed}" if failed else ""
 
 
-def doubts(row: Row, other: Row | None = None) -> str:
-    """Why a measured row, or the one that it is compared with, cannot be held against a target."""
+def caveats(row: Row, other: Row | None = None) -> str:
+    """Why a measured row, or the row that it is compared with, does not count for a target."""
     found = "" if row["ran_as"] == MODES[row["mode"]] else f"; ran as {row['ran_as']}"
     if other and other["ran_as"] != MODES[other["mode"]]:
         found += f"; {METHODS[other['method']].label} ran as {other['ran_as']}"

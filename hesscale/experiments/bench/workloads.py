@@ -1,4 +1,4 @@
-"""What is trained: networks, batches and losses, by name."""
+"""The workloads by name: networks, batches and losses."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+
+from ..vision.problems import three_c_three_d
 
 CPU, CUDA = "cpu", "cuda"
 
@@ -54,21 +56,6 @@ def mlp(inputs: int, width: int, layers: int, outputs: int) -> nn.Sequential:
     sizes = [inputs, *[width] * layers]
     hidden = [m for a, b in itertools.pairwise(sizes) for m in (nn.Linear(a, b), nn.Tanh())]
     return nn.Sequential(*hidden, nn.Linear(width, outputs))
-
-
-def three_c_three_d(classes: int = 100) -> nn.Sequential:
-    """DeepOBS's 3C3D, with ELU: three convolutions and three dense layers for images of 32 × 32."""
-
-    def pool() -> nn.Module:
-        return nn.MaxPool2d(3, stride=2, ceil_mode=True)
-
-    return nn.Sequential(
-        *(nn.Conv2d(3, 64, 5), nn.ELU(), pool()),
-        *(nn.Conv2d(64, 96, 3), nn.ELU(), pool()),
-        *(nn.Conv2d(96, 128, 3, padding=1), nn.ELU(), pool()),
-        *(nn.Flatten(), nn.Linear(1152, 512), nn.ELU()),
-        *(nn.Linear(512, 256), nn.ELU(), nn.Linear(256, classes)),
-    )
 
 
 def both(size: int) -> dict[str, int]:

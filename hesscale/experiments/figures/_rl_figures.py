@@ -10,7 +10,8 @@ from typing import Any
 from ..lab.plots import Plot, Section, Series, Table
 from ..lab.statistics import Summary, summary
 from ..lab.store import Result
-from ..rl.config import OPTIMIZERS, Config
+from ..optimizers import AGENT_OPTIMIZERS
+from ..rl.config import Config
 from ._normalised import DEFINITION, aggregate, scores_of
 
 
@@ -40,7 +41,7 @@ def section(results: list[Result], end: str) -> Section:
         "diverged counts as the worst of all runs in its environment."
     )
     groups: dict[str, dict[tuple[str, float], list[Result]]] = {}
-    order = {name: k for k, name in enumerate(OPTIMIZERS)}
+    order = {name: k for k, name in enumerate(AGENT_OPTIMIZERS)}
     for env, found in sorted(by_environment(results).items()):
         for result in sorted(found, key=lambda r: (order[r.task.optimizer], r.task.step_size, r.task.seed)):
             groups.setdefault(env, {}).setdefault((result.task.optimizer, result.task.step_size), []).append(result)
@@ -70,9 +71,9 @@ def overall(results: list[Result], end: str) -> list[Table]:
         return []
     found = [scores_of(env, runs) for env, runs in sorted(by_env.items())]
     known = [scores for scores in found if scores is not None]
-    estimates = {name: aggregate(known, name) for name in OPTIMIZERS}
+    estimates = {name: aggregate(known, name) for name in AGENT_OPTIMIZERS}
     rows: list[Sequence[str]] = [
-        [OPTIMIZERS[name].label, f"{size:g}", at.text()] for name, sizes in estimates.items() for size, at in sizes.items()
+        [AGENT_OPTIMIZERS[name].label, f"{size:g}", at.text()] for name, sizes in estimates.items() for size, at in sizes.items()
     ]
     if len(known) < 2 or not rows:
         return []
@@ -124,7 +125,7 @@ def row(env: str, optimizer: str, size: float, found: list[Result], score: Summa
     paces = [r.values["steps_per_second"] for r in found if r.values["steps_per_second"] is not None]
     return [
         env,
-        OPTIMIZERS[optimizer].label,
+        AGENT_OPTIMIZERS[optimizer].label,
         f"{size:g}",
         score.text(".1f") if score else "–",
         summary(last).text(".1f") if last else "–",
@@ -148,7 +149,7 @@ def plot(env: str, cells: dict[tuple[str, float], list[Result]], scores: dict[tu
     for optimizer, cell in best.items():
         points = averaged(cells[cell], min(everything, default=0.0))
         low, high = ([at.mean + sign * (at.error or 0) for at in points.values()] for sign in (-1, 1))
-        label = f"{OPTIMIZERS[optimizer].label}, α = {cell[1]:g}"
+        label = f"{AGENT_OPTIMIZERS[optimizer].label}, α = {cell[1]:g}"
         series.append(Series(label, list(points), [at.mean for at in points.values()], low, high))
     caption = "Episodes since the last point; mean and standard error over seeds, each optimizer at its best step size."
     return Plot(name, f"Return on {env}", series, "steps", "return", caption=caption)

@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ..bench.report import COLOURS
 from ..lab.plots import Heat, Plot, Section, Series, Table
 from ..lab.statistics import Summary, summary
 from ..lab.store import Result
-from ..vision.config import OPTIMIZERS
+from ..optimizers import IMAGE_OPTIMIZERS
 from ..vision.problems import PROBLEMS
 
 OF_METHODS = ("optimizer", "step_size", "seed", "times", "trust_radius")  # what may differ within a section
@@ -88,8 +87,7 @@ def sections(results: list[Result]) -> list[Section]:
 def section(results: list[Result], own: Sequence[tuple[str, Any]]) -> Section:
     """``own`` are the settings that other sections do not have."""
     by_label: dict[str, dict[float, list[Result]]] = {}
-    order = list(OPTIMIZERS)
-    for result in sorted(results, key=lambda r: (order.index(r.task.optimizer), r.task.trust_radius, r.task.times, r.task.seed)):
+    for result in sorted(results, key=order_of):
         by_label.setdefault(result.task.label, {}).setdefault(result.task.step_size, []).append(result)
     looks = looks_of({label: next(iter(by_size.values()))[0].task.optimizer for label, by_size in by_label.items()})
     trained = [Trained(label, by_size, looks[label]) for label, by_size in by_label.items()]
@@ -103,6 +101,13 @@ def section(results: list[Result], own: Sequence[tuple[str, Any]]) -> Section:
     others = "".join(f", {name.replace('_', ' ')} {value}" for name, value in own if name not in IN_TITLE)
     title = f"{PROBLEMS[task.problem].title} on {task.dataset}, {task.epochs} epochs{others}"
     return Section(title, describe(results), items)
+
+
+def order_of(result: Result) -> tuple[float, ...]:
+    """Optimizers as they are listed, and the runs of each by trust radius, length and seed."""
+    task = result.task
+    number = list(IMAGE_OPTIMIZERS).index(IMAGE_OPTIMIZERS[task.optimizer].name)
+    return number, task.trust_radius, task.times, task.seed
 
 
 def describe(results: list[Result]) -> str:
@@ -153,8 +158,8 @@ def looks_of(optimizers: Mapping[str, str]) -> dict[str, tuple[str, bool]]:
     spare = itertools.cycle([(colour, True) for colour in SPARE])
     looks: dict[str, tuple[str, bool]] = {}
     for label, optimizer in optimizers.items():
-        kin = max((name for name in COLOURS if name in optimizer), key=len)
-        look = COLOURS[kin], label != OPTIMIZERS[kin].label
+        spec = IMAGE_OPTIMIZERS[optimizer]
+        look = spec.colour, spec.is_variant or label != spec.label
         looks[label] = next(spare) if look in looks.values() else look
     return looks
 

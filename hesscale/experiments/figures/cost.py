@@ -11,18 +11,21 @@ from typing import Any
 
 import torch
 
-from ..bench.command import IN_THE_PAPER, SWEEPS_BY_NAME, choose, prepare_cuda
+from ..bench.command import prepare_cuda
 from ..bench.measure import Case, Stopwatch, digits, interleave, message, prepare, quartiles, ratios
 from ..bench.methods import BASELINE, EAGER, METHODS, Step
-from ..bench.targets import Row, Slope, slopes, spread
+from ..bench.settings import IN_THE_PAPER
+from ..bench.sweeps import Key, Row, Sweep
+from ..bench.targets import spread
 from ..bench.workloads import CPU, CUDA, SWEEPS, Workload, sweep
+from ..lab.choices import choose, named
 from ..lab.experiment import Experiment, option
 from ..lab.machine import machine
-from ..lab.plots import Plot, Section, Series, Table
+from ..lab.plots import Plot, Section, Table
 from ..lab.store import Result, Run
 
 PUBLISHED = {"adahessian": 3.0, "adahesscale": 2.0, "adahesscale-gn": 1.25}  # average cost relative to Adam
-ROUNDS_AT_ONCE = 5  # between which progress is told
+ROUNDS_AT_ONCE = 5  # after which progress is reported
 CHECKPOINT_SECONDS = 5.0
 BY_DESIGN = ("too slow", "left out")  # why a method may be missing; anything else is a fault
 
@@ -32,12 +35,12 @@ class Settings:
     sweeps: str = option("outputs,layers", "what grows, separated by commas: outputs, layers")
     most_outputs: int = option(512, "the largest number of outputs, of 16, 32 … 512")
     most_layers: int = option(128, "the largest number of hidden layers, of 1, 2 … 128")
-    methods: str = option(IN_THE_PAPER, f"separated by commas; Adam always runs: {', '.join(METHODS)}")
-    rounds: int = option(30, "blocks of updates of each method; methods take turns, in an order drawn anew in each round")
+    methods: str = option(IN_THE_PAPER, f"methods, separated by commas; Adam always runs: {', '.join(METHODS)}")
+    rounds: int = option(30, "blocks of updates of each method; in every round the methods take turns in a new random order")
     block: float = option(20.0, "milliseconds that a block should take; it has at least one update")
-    limit: float = option(10.0, "seconds that a step may take; slower methods are left out at that size, and said to be")
-    threads: int = option(1, "of torch on the CPU")
-    device: str = option(CPU, "cpu or cuda")
+    limit: float = option(10.0, "seconds that a step may take; slower methods are left out at that size, and the tables say so")
+    threads: int = option(1, "threads of torch on the CPU")
+    device: str = option(CPU, "where to measure: cpu or cuda")
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ def tasks(settings: Settings) -> list[Task]:
     names = ",".join(methods if BASELINE in methods else [BASELINE, *methods])
     shared = {name: getattr(settings, name) for name in ("rounds", "block", "limit", "threads", "device")}
     most = {"outputs": settings.most_outputs, "layers": settings.most_layers}
-    kinds = choose(settings.sweeps, SWEEPS_BY_NAME, "sweep")
+    kinds = choose(settings.sweeps, named(SWEEPS), "sweep")
     sizes = {kind: [w.size for w in sweep(kind) if w.size is not None and w.size <= most[kind]] for kind in kinds}
     for kind, found in sizes.items():
         if not found:
@@ -162,36 +165,6 @@ def row(name: str, times: Mapping[str, list[list[float]]], errors: Mapping[str, 
 # ----------------------------------------------------------------------------------------------------------- what it shows
 
 
-@dataclass
-class Sweep:
-    """The points of a sweep, the smallest first: rows by size and method."""
-
-    kind: str
-    rows: dict[int, dict[str, Row]]
-
-    def of(self, method: str, quantity: str) -> dict[int, dict[str, float]]:
-        """Median and quartiles by size, where there are any."""
-        found = {size: rows.get(method, {}).get(quantity) for size, rows in self.rows.items()}
-        return {size: value for size, value in found.items() if value is not None}
-
-    @property
-    def methods(self) -> list[str]:
-        return list(dict.fromkeys(method for rows in self.rows.values() for method in rows))
-
-    @property
-    def slopes(self) -> dict[str, Slope]:
-        points = [{"size": size, "rows": list(rows.values())} for size, rows in self.rows.items()]
-        return {method: slope for (method, _), slope in slopes({"workloads": points}).items()}
-
-    @property
-    def missing(self) -> str:
-        """Why methods have no numbers at some sizes."""
-        notes = [
-            f"{r['label']} at {size}: {r['error']}" for size, rows in self.rows.items() for r in rows.values() if "error" in r
-        ]
-        return f" Not measured: {'; '.join(notes)}." if notes else ""
-
-
 def sections(results: list[Result]) -> list[Section]:
     """One for each machine and way of measuring."""
     groups: dict[tuple[Any, ...], list[Result]] = {}
@@ -227,11 +200,23 @@ def section(results: list[Result], end: str) -> Section:
 
 
 def swept(kind: str, results: list[Result]) -> Sweep:
-    rows: dict[int, dict[str, Row]] = {}
+    """The points of a sweep. What was measured stays where a later run of the same network left it out."""
+    rows: dict[int, dict[Key, Row]] = {}
     for result in sorted((r for r in results if r.task.sweep == kind), key=lambda result: result.task.size):
         at = rows.setdefault(result.task.size, {})
-        at.update({row["method"]: row for row in result.values["rows"] if "error" not in row or row["method"] not in at})
+        at.update({key_of(row): row for row in result.values["rows"] if "error" not in row or key_of(row) not in at})
     return Sweep(kind, rows)
+
+
+def key_of(row: Row) -> Key:
+    return row["method"], row["mode"]
+
+
+def missing(found: Sweep) -> str:
+    """Why methods have no numbers at some sizes."""
+    failed = [(size, row) for size, rows in found.rows.items() for row in rows.values() if "error" in row]
+    notes = [f"{row['label']} at {size}: {row['error']}" for size, row in failed]
+    return f" Not measured: {'; '.join(notes)}." if notes else ""
 
 
 def threads(count: int) -> str:
@@ -242,16 +227,16 @@ def averages(sweeps: Sequence[Sweep], end: str) -> Table:
     """Means over sizes of the medians, beside the published."""
     header = ["method", *(f"update, {s.kind}" for s in sweeps), "update, all", "lowest – highest", "published", "whole step, all"]
     body: list[Sequence[str]] = []
-    for method in dict.fromkeys(method for found in sweeps for method in found.methods):
-        each = [list(found.of(method, "ratio").values()) for found in sweeps]
-        whole = [value for found in sweeps for value in found.of(method, "step_ratio").values()]
+    for key in dict.fromkeys(key for found in sweeps for key in found.keys):
+        each = [list(found.of(key, "ratio").values()) for found in sweeps]
+        whole = [value for found in sweeps for value in found.of(key, "step_ratio").values()]
         together = [value for values in each for value in values]
         medians = [value["median"] for value in together]
         span = f"{min(medians):.2f} – {max(medians):.2f}" if medians else "–"
         cells = [mean(values, len(found.rows)) for values, found in zip(each, sweeps, strict=True)]
         count = sum(len(found.rows) for found in sweeps)
-        published = f"{PUBLISHED[method]:g}" if method in PUBLISHED else "–"
-        body.append([METHODS[method].label, *cells, mean(together, count), span, published, mean(whole, count)])
+        published = f"{PUBLISHED[key[0]]:g}" if key[0] in PUBLISHED else "–"
+        body.append([METHODS[key[0]].label, *cells, mean(together, count), span, published, mean(whole, count)])
     return Table(f"averages{end}", "Cost relative to Adam, mean over sizes", header, body)
 
 
@@ -262,39 +247,25 @@ def mean(values: Sequence[Mapping[str, float]], points: int) -> str:
     return text if len(values) == points else f"{text} ({len(values)} of {points} sizes)"
 
 
-def plot(found: Sweep, key: str, name: str, title: str, label: str) -> Plot:
-    series = []
-    for method in found.methods:
-        if points := found.of(method, key):
-            middle, low, high = ([value[q] for value in points.values()] for q in ("median", "q1", "q3"))
-            series.append(Series(METHODS[method].label, list(points), middle, low, high))
-    caption = f"{SWEEPS[found.kind]}; median and quartiles.{found.missing}"
-    return Plot(name, title, series, f"number of {found.kind}", label, log_x=True, log_y=True, caption=caption)
+def plot(found: Sweep, quantity: str, name: str, title: str, label: str) -> Plot:
+    return found.plot(quantity, name, title, label, f"{SWEEPS[found.kind]}; median and quartiles.{missing(found)}")
 
 
 def times_table(found: Sweep, end: str) -> Table:
     """Milliseconds at every size, and how they grow."""
     header = ["method", *map(str, found.rows), "slope", "slope − Adam's"]
-    fitted = found.slopes
-    body: list[Sequence[str]] = []
-    for method in found.methods:
-        points, slope = found.of(method, "ms"), fitted.get(method)
-        cells = [f"{points[size]['median']:.3g}" if size in points else "–" for size in found.rows]
-        above = "–" if slope is None or slope.above_adam is None else f"{slope.above_adam:+.3f}"
-        body.append([METHODS[method].label, *cells, "–" if slope is None else f"{slope.slope:.3f}", above])
-    caption = f"{SWEEPS[found.kind]}. Slopes of log time against log size.{found.missing}"
+    body: list[Sequence[str]] = [[found.label(key), *found.time_cells(key), *found.slope_cells(key)] for key in found.keys]
+    caption = f"{SWEEPS[found.kind]}. Slopes of log time against log size.{missing(found)}"
     return Table(f"{found.kind}-time-table{end}", f"Milliseconds an update, by {found.kind}", header, body, caption)
 
 
 def ratios_table(found: Sweep, end: str) -> Table:
     body: list[Sequence[str]] = []
-    for method in found.methods:
-        points = found.of(method, "ratio")
-        body.append([METHODS[method].label, *(spread(points[size]) if size in points else "–" for size in found.rows)])
-    header = ["method", *map(str, found.rows)]
-    return Table(
-        f"{found.kind}-ratio-table{end}", f"Ratio to Adam, by {found.kind}", header, body, "Median and quartiles over rounds."
-    )
+    for key in found.keys:
+        points = found.of(key, "ratio")
+        body.append([found.label(key), *(spread(points[size]) if size in points else "–" for size in found.rows)])
+    header, title = ["method", *map(str, found.rows)], f"Ratio to Adam, by {found.kind}"
+    return Table(f"{found.kind}-ratio-table{end}", title, header, body, "Median and quartiles over rounds.")
 
 
 def always(task: Task) -> bool:

@@ -45,13 +45,15 @@ ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], tupl
 @dataclass(frozen=True)
 class Settings:
     dataset: str = option("digits", f"{', '.join(names()[:-1])} or {names()[-1]}; the paper has emnist")
-    seeds: int = option(10, "how many networks")
-    iterations: int = option(1000, "training steps of each")
+    seeds: int = option(10, "number of networks")
+    iterations: int = option(1000, "training steps of each network")
     batch: int = option(32, "examples in a step")
     step_size: float = option(1e-4, "Adam's step size")
-    activation: str = option("tanh", " or ".join(ACTIVATIONS))
-    samples: int = option(1, "training examples of each network whose Hessians are taken, the same before and after")
-    seed: int = option(0, "of all random numbers")
+    activation: str = option("tanh", f"activation function: {' or '.join(ACTIVATIONS)}")
+    samples: int = option(
+        1, "training examples at which each network's Hessians are computed, the same before and after training"
+    )
+    seed: int = option(0, "seed of all random numbers")
 
 
 @dataclass(frozen=True)

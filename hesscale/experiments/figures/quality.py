@@ -28,15 +28,15 @@ INITIAL, ANOTHER, ORDER, DRAWS = range(4)  # what random numbers are for
 
 @dataclass(frozen=True)
 class Settings:
-    dataset: str = option("mnist", f"{', '.join(names()[:-1])} or {names()[-1]}")
-    networks: int = option(40, "initializations")
-    examples: int = option(1000, "steps of SGD, each with one example that the errors are measured at first")
-    step_size: float = option(0.01, "of SGD")
+    dataset: str = option("mnist", f"data set: {', '.join(names()[:-1])} or {names()[-1]}")
+    networks: int = option(40, "number of networks, each with its own initialization")
+    examples: int = option(1000, "steps of SGD, each with one example; errors are measured at the example before the step")
+    step_size: float = option(0.01, "step size of SGD")
     standardize: bool = option(
-        True, "pixels with mean 0 and variance 1 over the training set, as in the authors' code, not in [0, 1]"
+        True, "scale pixels to mean 0 and variance 1 over the training set, as in the authors' code, instead of to 0 … 1"
     )
-    quirks: str = option("", f"'{methods.AUTHORS}': BL89 and AdaHessian as the authors coded them")
-    seed: int = option(0, "of everything random")
+    quirks: str = option("", f"'{methods.AUTHORS}': BL89 and AdaHessian as in the authors' code")
+    seed: int = option(0, "seed of all random numbers")
 
 
 @dataclass(frozen=True)

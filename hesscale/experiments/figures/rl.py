@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from ...compile.step import BACKENDS
 from ...errors import NonFiniteError
-from ..bench.command import choose
+from ..lab.choices import choose, named
 from ..lab.experiment import Experiment, option
 from ..lab.store import Pause, Run
-from ..rl.config import OPTIMIZERS, OWN, POLICIES, PROTOCOLS, TRUNCATIONS, Config
-from ._methods import HELP, methods
+from ..optimizers import AGENT_OPTIMIZERS, HELP, with_step_sizes
+from ..rl.config import OWN, POLICIES, PROTOCOLS, TRUNCATIONS, Config
 from ._rl_figures import sections
 
 if TYPE_CHECKING:
@@ -32,22 +32,28 @@ CHECKPOINT_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class Settings:
-    algo: str = option("ppo", f"separated by commas: {', '.join(ALGORITHMS)}")
-    env: str = option("CartPole-v1", "gymnasium's names, separated by commas; actions may be discrete or continuous")
-    optimizer: str = option("adam,adahesscale", f"{HELP}: {', '.join(OPTIMIZERS)}")
-    step_size: str = option("3e-4", "separated by commas, where @ gives none")
-    seeds: int = option(2, "of networks, environment and actions")
-    steps: int = option(30_000, "of the environment, rounded up to whole rollouts")
-    humanoid_steps: int = option(0, "of Humanoid and HumanoidStandup; 0: as many as elsewhere")
-    policy: str = option("auto", f"one of {', '.join(POLICIES)}")
-    protocol: str = option("paper", "paper, or cleanrl: shared standard deviation, clipped gradients, step size falling to 0")
-    normalize: bool = option(True, "observations and rewards")
-    eps: float = option(1e-5, "ε; the paper's text has 1e-8, the authors' code 1e-5")
+    algo: str = option("ppo", f"algorithms, separated by commas: {', '.join(ALGORITHMS)}")
+    env: str = option(
+        "CartPole-v1", "names of gymnasium environments, separated by commas; actions may be discrete or continuous"
+    )
+    optimizer: str = option("adam,adahesscale", f"{HELP}: {', '.join(AGENT_OPTIMIZERS)}")
+    step_size: str = option("3e-4", "step sizes, separated by commas, for optimizers without one of their own")
+    seeds: int = option(2, "number of runs; a seed decides networks, environment and actions")
+    steps: int = option(30_000, "steps in the environment, rounded up to whole rollouts")
+    humanoid_steps: int = option(0, "steps in Humanoid and HumanoidStandup; 0 for as many as elsewhere")
+    policy: str = option("auto", f"distribution of the actions: {', '.join(POLICIES)}")
+    protocol: str = option(
+        "paper", "paper, or cleanrl: a shared standard deviation, clipped gradients and a step size that falls to 0"
+    )
+    normalize: bool = option(True, "normalize observations and rewards")
+    eps: float = option(1e-5, "ε of the optimizers; the paper's text has 1e-8, the authors' code 1e-5")
     trust_radius: float = option(1e-8, "Δ of the scaled optimizers, for each network")
-    half_value_loss: bool = option(False, "½ (v − R)² for the critic, whose curvature is 1, in place of (v − R)²")
-    truncation: str = option("bootstrap", "of episodes: bootstrap, or terminate: as if they were over, as many do it")
-    backend: str = option("inductor", f"of hesscale.compile_step: {', '.join(BACKENDS)}")
-    video: bool = option(False, "film an episode of each agent with seed 0 once it has learned, as video.mp4 beside its run")
+    half_value_loss: bool = option(False, "train the critic with ½ (v − R)², whose curvature is 1, in place of (v − R)²")
+    truncation: str = option(
+        "bootstrap", "how a truncated episode ends: bootstrap with the value of its last state, or terminate as if it were over"
+    )
+    backend: str = option("inductor", f"backend of hesscale.compile_step: {', '.join(BACKENDS)}")
+    video: bool = option(False, "film an episode of each trained agent with seed 0, as video.mp4 beside its run")
 
 
 MUJOCO = (
@@ -69,10 +75,10 @@ PRESETS = {
 
 
 def tasks(settings: Settings) -> list[Config]:
-    from ..rl.wrappers import check_name
+    from ..rl.vector_env import check_name
 
-    algos = choose(settings.algo, {name: name for name in ALGORITHMS}, "algorithm")
-    pairs = methods(settings.optimizer, settings.step_size, OPTIMIZERS)
+    algos = choose(settings.algo, named(ALGORITHMS), "algorithm")
+    pairs = with_step_sizes(settings.optimizer, settings.step_size, AGENT_OPTIMIZERS)
     environments = list(dict.fromkeys(name.strip() for name in settings.env.split(",") if name.strip()))
     if not environments:
         raise ValueError("no environment is asked for")
@@ -120,7 +126,7 @@ def run(task: Config, run: Run, data: Path | None) -> Mapping[str, Any]:
 
 
 def run_together(tasks: Sequence[Config], runs: Sequence[Run], data: Path | None) -> Sequence[Mapping[str, Any]]:
-    """Train agents side by side. Those that an interruption left at other steps go on in groups of their own."""
+    """Train agents side by side. Agents that were interrupted at different steps go on in separate groups."""
     groups: dict[int, list[int]] = {}
     for k, run in enumerate(runs):
         groups.setdefault(run.state["learning"]["world"]["steps"] if run.state else 0, []).append(k)
@@ -132,12 +138,12 @@ def run_together(tasks: Sequence[Config], runs: Sequence[Run], data: Path | None
 
 
 class Training:
-    """Agents that go in step, each with a run to log to."""
+    """Agents that take their steps together, each with a run to log to."""
 
     def __init__(self, tasks: Sequence[Config], runs: Sequence[Run]) -> None:
         self.steps, self.runs = tasks[0].steps, runs
         self.learning = algorithm(tasks)
-        self.worlds = self.learning.worlds
+        self.envs = self.learning.envs
         self.scores, self.pace = [Score() for _ in runs], Pace()
         for k, run in enumerate(runs):
             if run.state:
@@ -146,14 +152,14 @@ class Training:
         self.can_save, self.saved = True, time.monotonic()
 
     def finish(self) -> list[Mapping[str, Any]]:
-        """Go on to the end. Returns what came out of each."""
+        """Train to the end. Returns the results of each agent."""
         every, is_first = max(self.steps // POINTS, 1), True
-        while self.worlds.steps < self.steps and self.worlds.going:
-            begun, before = time.perf_counter(), self.worlds.steps
+        while self.envs.steps < self.steps and self.envs.active:
+            begun, before = time.perf_counter(), self.envs.steps
             is_logged = (before + self.learning.rollout) // every > before // every
             self.learning.iterate(is_logged)
-            if not is_first:  # that one compiles
-                self.pace.add(self.worlds.steps - before, time.perf_counter() - begun)
+            if not is_first:  # the first iteration compiles
+                self.pace.add(self.envs.steps - before, time.perf_counter() - begun)
             is_first = False
             if is_logged:
                 self.log()
@@ -162,11 +168,11 @@ class Training:
 
     def log(self) -> None:
         learning, pace = self.learning, self.pace.recent()
-        for k in self.worlds.going:
-            returns = self.scores[k].take(self.worlds.finished[k])
-            self.runs[k].log(self.worlds.steps, **learning.metrics[k], **learning.trust_metrics(k), **returns, **pace)
+        for k in self.envs.active:
+            returns = self.scores[k].take(self.envs.finished[k])
+            self.runs[k].log(self.envs.steps, **learning.metrics[k], **learning.trust_metrics(k), **returns, **pace)
         for run in self.runs:
-            run.progress(min(self.worlds.steps, self.steps), self.steps)
+            run.progress(min(self.envs.steps, self.steps), self.steps)
 
     def save_sometimes(self) -> None:
         if not self.can_save or time.monotonic() - self.saved < CHECKPOINT_SECONDS:
@@ -188,19 +194,19 @@ class Training:
         self.saved = time.monotonic()
 
     def end(self, k: int) -> Mapping[str, Any]:
-        """What came out of an agent; its policy stays beside its run."""
+        """The results of an agent; its policy is saved beside its run."""
         from ..rl.evaluate import save_policy
 
         save_policy(self.runs[k].directory / "policy.pt", self.learning.policy(k))
-        self.scores[k].take(self.worlds.finished[k])
-        taken = sum(self.worlds.steps if at is None else at for at in self.worlds.diverged_at)
-        rate = None if self.pace.mean is None else self.pace.mean * taken / self.worlds.steps
-        values = {"diverged_at": self.worlds.diverged_at[k], "steps_per_second": rate, "together": len(self.runs)}
+        self.scores[k].take(self.envs.finished[k])
+        taken = sum(self.envs.steps if at is None else at for at in self.envs.diverged_at)
+        rate = None if self.pace.mean is None else self.pace.mean * taken / self.envs.steps
+        values = {"diverged_at": self.envs.diverged_at[k], "steps_per_second": rate, "together": len(self.runs)}
         return {**self.scores[k].values(), **values}
 
 
 def film(settings: Settings, finished: Mapping[Config, Path]) -> Iterator[str]:
-    """Videos of agents with seed 0, if they are asked for and not there."""
+    """Film agents with seed 0, if videos are asked for and do not exist yet."""
     if not settings.video:
         return
     from ..rl.evaluate import film, load_policy
@@ -226,7 +232,7 @@ class Score:
     sum_by_steps: float = 0.0
 
     def take(self, finished: list[tuple[float, int]]) -> dict[str, float]:
-        """Count episodes and take them away; their means, for a log."""
+        """Count finished episodes and clear the list. Returns their means, for the log."""
         count = len(finished)
         if not count:
             return {}
@@ -244,7 +250,7 @@ class Score:
 
 @dataclass
 class Pace:
-    """Seconds that steps took, without those of compiling."""
+    """How long steps took, without compilation."""
 
     steps: int = 0
     seconds: float = 0.0

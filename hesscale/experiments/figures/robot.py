@@ -13,7 +13,8 @@ from ..lab.experiment import option
 from ..lab.plots import Heat, Plot, Section, Series, Table
 from ..lab.statistics import Summary, summary
 from ..lab.store import Result
-from ..rl.config import OPTIMIZERS, Config
+from ..optimizers import AGENT_OPTIMIZERS
+from ..rl.config import Config
 from . import rl
 from ._rl_figures import averaged, conditions, curve
 
@@ -25,15 +26,17 @@ MUCH = 0.1  # a larger drop, as a part of the gain, is a deterioration
 
 @dataclass(frozen=True)
 class Settings:
-    optimizer: str = option("adam,scaled-adam", f"separated by commas: {', '.join(OPTIMIZERS)}")
-    step_size: str = option("3e-4", "separated by commas")
+    optimizer: str = option("adam,scaled-adam", f"optimizers, separated by commas: {', '.join(AGENT_OPTIMIZERS)}")
+    step_size: str = option("3e-4", "step sizes, separated by commas")
     seeds: int = option(5, "runs of each optimizer")
-    steps: int = option(250_000, "of the environment, 40 ms each, rounded up to whole rollouts")
-    eps: float = option(1e-5, "ε; the paper's text has 1e-8, the authors' code 1e-5")
+    steps: int = option(250_000, "steps in the environment, 40 ms each, rounded up to whole rollouts")
+    eps: float = option(1e-5, "ε of the optimizers; the paper's text has 1e-8, the authors' code 1e-5")
     trust_radius: float = option(1e-8, "Δ of the scaled optimizers, for each network")
-    half_value_loss: bool = option(False, "½ (v − R)² for the critic, whose curvature is 1, in place of (v − R)²")
-    truncation: str = option("bootstrap", "of episodes: bootstrap, or terminate: as if they were over, as many do it")
-    backend: str = option("inductor", f"of hesscale.compile_step: {', '.join(BACKENDS)}")
+    half_value_loss: bool = option(False, "train the critic with ½ (v − R)², whose curvature is 1, in place of (v − R)²")
+    truncation: str = option(
+        "bootstrap", "how a truncated episode ends: bootstrap with the value of its last state, or terminate as if it were over"
+    )
+    backend: str = option("inductor", f"backend of hesscale.compile_step: {', '.join(BACKENDS)}")
     video: bool = option(False, "film an episode of each optimizer's agent with seed 0, as video.mp4 beside its run")
 
 
@@ -111,7 +114,8 @@ def sections(results: list[Result]) -> list[Section]:
 def section(results: list[Result], end: str) -> Section:
     """``end`` tells the files of several sections apart."""
     task = results[0].task
-    runs = {name: sorted((r for r in results if r.task.optimizer == name), key=lambda r: r.task.seed) for name in OPTIMIZERS}
+    ordered = sorted(results, key=lambda result: result.task.seed)
+    runs = {name: [result for result in ordered if result.task.optimizer == name] for name in AGENT_OPTIMIZERS}
     runs = {name: found for name, found in runs.items() if found}
     text = (
         f"PPO on {task.env} for {task.steps:,} steps, α = {task.step_size:g}, {conditions(task)}. Returns are undiscounted; "
@@ -145,7 +149,7 @@ def optimizers_table(runs: dict[str, list[Result]], end: str) -> Table:
         ]
         cells = [summary(values).text(".1f", factor) if values else "–" for values, factor in columns]
         bad, diverged = sum(map(is_deteriorated, found)), sum(result.values["diverged_at"] is not None for result in found)
-        rows.append([OPTIMIZERS[name].label, *cells, f"{bad} of {len(found)}", f"{diverged} of {len(found)}"])
+        rows.append([AGENT_OPTIMIZERS[name].label, *cells, f"{bad} of {len(found)}", f"{diverged} of {len(found)}"])
     header = ["optimizer", "peak", "end", "drop", "drop, % of gain", "deteriorated", "diverged"]
     caption = "Means and standard errors over runs; end and drop of those that did not diverge."
     return Table(f"drops{end}", "From peak to end", header, rows, caption)
@@ -162,7 +166,7 @@ def runs_table(runs: dict[str, list[Result]], end: str) -> Table:
             if each is not None and each.end is not None and each.drop is not None:
                 cells[2:] = each.end.text(".1f"), each.drop.text(".1f"), "–" if each.part is None else f"{100 * each.part:.1f}"
             diverged = "no" if diverged_at is None else f"at {diverged_at:,}"
-            rows.append([OPTIMIZERS[name].label, str(result.task.seed), *cells, diverged])
+            rows.append([AGENT_OPTIMIZERS[name].label, str(result.task.seed), *cells, diverged])
     header = ["optimizer", "seed", "peak", "at step", "end", "drop", "drop, % of gain", "diverged"]
     caption = "Smoothed returns, with standard errors over what was logged in a window."
     return Table(f"each-run{end}", "Each run", header, rows, caption)
@@ -174,14 +178,14 @@ def mean_plot(runs: dict[str, list[Result]], end: str) -> Plot:
     for name, found in runs.items():
         points = averaged(found, worst)
         low, high = ([at.mean + sign * (at.error or 0) for at in points.values()] for sign in (-1, 1))
-        series.append(Series(OPTIMIZERS[name].label, list(points), [at.mean for at in points.values()], low, high))
+        series.append(Series(AGENT_OPTIMIZERS[name].label, list(points), [at.mean for at in points.values()], low, high))
     caption = "Episodes since the last point; mean and standard error over runs, of which those that diverged count as the worst."
     return Plot(f"mean{end}", "Return on UR-Reacher", series, "steps", "return", caption=caption)
 
 
 def runs_plot(runs: dict[str, list[Result]], end: str) -> Plot:
     series = [
-        Series(OPTIMIZERS[name].label, list(points), [at.mean for at in points.values()])
+        Series(AGENT_OPTIMIZERS[name].label, list(points), [at.mean for at in points.values()])
         for name, found in runs.items()
         for points in map(smoothed, found)
     ]

@@ -12,9 +12,8 @@ from ..lab.experiment import option
 from ..lab.plots import Plot, Section, Series, Table
 from ..lab.statistics import summary
 from ..lab.store import Result
-from ..rl.config import OPTIMIZERS
+from ..optimizers import AGENT_OPTIMIZERS, HELP
 from . import rl
-from ._methods import HELP
 from ._normalised import DEFINITION, RESAMPLES, Estimate, Scores, aggregate, scores_of
 from ._rl_figures import by_environment, by_way, conditions, lengths
 
@@ -23,8 +22,8 @@ GRID = "3e-6,1e-5,3e-5,1e-4,3e-4,1e-3,3e-3,1e-2,1"
 
 @dataclass(frozen=True)
 class Settings(rl.Settings):
-    optimizer: str = option("adam,scaled-adam,scaled-adahesscale", f"{HELP}: {', '.join(OPTIMIZERS)}")
-    step_size: str = option(GRID, "separated by commas, where @ gives none")
+    optimizer: str = option("adam,scaled-adam,scaled-adahesscale", f"{HELP}: {', '.join(AGENT_OPTIMIZERS)}")
+    step_size: str = option(GRID, "step sizes, separated by commas, for optimizers without one of their own")
 
 
 PRESETS = {
@@ -46,7 +45,7 @@ def section(results: list[Result], end: str) -> Section:
     """``end`` tells the files of several sections apart."""
     task, by_env = results[0].task, by_environment(results)
     known = [scores for env, found in by_env.items() if (scores := scores_of(env, found)) is not None]
-    kinds = [name for name in OPTIMIZERS if any(result.task.optimizer == name for result in results)]
+    kinds = [name for name in AGENT_OPTIMIZERS if any(result.task.optimizer == name for result in results)]
     whole = len(by_env) * len({(r.task.optimizer, r.task.step_size) for r in results}) * len({r.task.seed for r in results})
     paragraphs = [
         f"{task.algo.upper()} with {conditions(task)}. {lengths(results)}.",
@@ -71,7 +70,7 @@ def environment_plot(scores: Scores, kinds: Sequence[str], algo: str, end: str) 
     for name in kinds:
         points = scores.means(name)
         low, high = ([at.mean + sign * (at.error or 0) for at in points.values()] for sign in (-1, 1))
-        series.append(Series(OPTIMIZERS[name].label, list(points), [at.mean for at in points.values()], low, high))
+        series.append(Series(AGENT_OPTIMIZERS[name].label, list(points), [at.mean for at in points.values()], low, high))
     title = f"{algo.upper()} on {scores.env}"
     caption = f"0 is a return of {scores.low:.1f} and 1 of {scores.high:.1f}. Mean and standard error over seeds."
     return Plot(f"{algo}-{scores.env}{end}", title, series, "step size", "normalised return", log_x=True, caption=caption)
@@ -82,7 +81,7 @@ def aggregate_plot(over_all: dict[str, dict[float, Estimate]], count: int, algo:
     for name, points in over_all.items():
         ends = [at.interval or (at.iqm, at.iqm) for at in points.values()]
         low, high = [low for low, _ in ends], [high for _, high in ends]
-        series.append(Series(OPTIMIZERS[name].label, list(points), [at.iqm for at in points.values()], low, high))
+        series.append(Series(AGENT_OPTIMIZERS[name].label, list(points), [at.iqm for at in points.values()], low, high))
     title = f"{algo.upper()} over {count} environment{'s' if count > 1 else ''}"
     caption = (
         "Interquartile mean over all seeds and environments, with 95 % intervals of a stratified bootstrap "
@@ -98,7 +97,7 @@ def sensitivity(known: list[Scores], kinds: Sequence[str], algo: str, end: str) 
             if means := scores.means(name):
                 best, worst, span = extremes(means, lambda at: at.mean)
                 cells = [f"{means[size].text('.2f')} at {size:g}" for size in (best, worst)]
-                rows.append([scores.env, OPTIMIZERS[name].label, *cells, f"{span:.2f}", divergences([scores], name)])
+                rows.append([scores.env, AGENT_OPTIMIZERS[name].label, *cells, f"{span:.2f}", divergences([scores], name)])
     header = ["environment", "optimizer", "best score", "worst score", "sensitivity", "diverged"]
     caption = (
         "Means and standard errors over seeds, at the best and at the worst step size. Sensitivity: their difference, to which "
@@ -116,7 +115,7 @@ def overall(known: list[Scores], over_all: dict[str, dict[float, Estimate]], alg
             best, worst, span = extremes(points, lambda at: at.iqm)
             cells = [*[f"{points[size].text()} at {size:g}" for size in (best, worst)], f"{span:.2f}"]
         mean = summary(spans).text(".2f") if spans else "–"
-        rows.append([OPTIMIZERS[name].label, *cells, mean, divergences(known, name)])
+        rows.append([AGENT_OPTIMIZERS[name].label, *cells, mean, divergences(known, name)])
     header = ["optimizer", "best IQM", "worst IQM", "difference", "mean sensitivity", "diverged"]
     caption = (
         "IQM with 95 % intervals, for one step size in all environments. Mean sensitivity: ± standard error over environments."

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from ...compile.step import BACKENDS
-from ..bench.command import choose
+from ..lab.choices import choose, named
 from ..lab.experiment import Experiment, option
-from ..vision.config import OPTIMIZERS, Task, companions
+from ..optimizers import HELP, IMAGE_OPTIMIZERS, with_step_sizes
+from ..vision.config import Task, group_key
 from ..vision.members import PRECISIONS
 from ..vision.problems import ACTIVATIONS, PADDINGS, PROBLEMS
 from ..vision.trainer import run, run_together
-from ._methods import HELP, methods
 from ._supervised_figures import sections
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -25,25 +25,29 @@ PAPER = ("sgd", "adam", "adahessian", "bl89", "ggnmc", "adahesscale", "adahessca
 
 @dataclass(frozen=True)
 class Settings:
-    task: str = option("digits-mlp", f"separated by commas: {', '.join(PROBLEMS)}")
-    optimizer: str = option(",".join(PAPER), f"{HELP}: {', '.join(OPTIMIZERS)}")
+    task: str = option("digits-mlp", f"tasks, separated by commas: {', '.join(PROBLEMS)}")
+    optimizer: str = option(",".join(PAPER), f"{HELP}: {', '.join(IMAGE_OPTIMIZERS)}")
     step_size: str = option(
-        "1e-5,1e-4,1e-3,1e-2,1e-1,1", "to choose from by accuracy on the validation split, where @ gives none"
+        "1e-5,1e-4,1e-3,1e-2,1e-1,1", "step sizes to choose from by validation accuracy, for optimizers without one of their own"
     )
-    seeds: int = option(3, "of initial network, batches and augmentation, the same for every optimizer")
-    epochs: int = option(0, "0 for the task's own")
-    sgd_epochs: int = option(1, "SGD trains so many times as long: the paper gives it the time of the slowest")
-    batch: int = option(0, "images in a batch, 0 for the task's own")
-    activation: str = option("elu", f"one of {', '.join(ACTIVATIONS)}")
-    padding: str = option("deepobs", f"of convolutions and pools: {' or '.join(PADDINGS)}, as in the authors' code")
-    l2: float = option(0.0, "λ of ½λ‖W‖², weights without biases; DeepOBS has 0.002 for 3C3D and 0.0005 for All-CNN-C")
+    seeds: int = option(3, "number of runs; a seed decides initial network, batches and augmentation for every optimizer")
+    epochs: int = option(0, "epochs of training; 0 for the task's own")
+    sgd_epochs: int = option(1, "how many times as long SGD trains; the paper gives it the time of the slowest optimizer")
+    batch: int = option(0, "images in a batch; 0 for the task's own")
+    activation: str = option("elu", f"activation function: {', '.join(ACTIVATIONS)}")
+    padding: str = option("deepobs", f"padding of convolutions and pools: {' or '.join(PADDINGS)}, as in the authors' code")
+    l2: float = option(
+        0.0, "λ of the penalty ½λ‖W‖² on weights, not on biases; DeepOBS has 0.002 for 3C3D and 0.0005 for All-CNN-C"
+    )
     augment: bool = option(True, "shift, flip and recolour images of CIFAR-100")
     eps: float = option(1e-8, "ε of the adaptive optimizers")
     trust_radius: float = option(1e-4, "Δ of the scaled optimizers")
-    evaluate_every: int = option(1, "epochs")
-    precision: str = option("tf32", f"of matrix products on a GPU, and bf16 on a CPU too: {', '.join(PRECISIONS)}")
-    device: str = option("auto", f"one of {', '.join(DEVICES)}")
-    backend: str = option("auto", f"of hesscale.compile_step: {', '.join(BACKENDS)}; auto is inductor on a GPU, else traced")
+    evaluate_every: int = option(1, "epochs between evaluations")
+    precision: str = option("tf32", f"precision of matrix products on a GPU, and with bf16 on a CPU too: {', '.join(PRECISIONS)}")
+    device: str = option("auto", f"where to train: {', '.join(DEVICES)}")
+    backend: str = option(
+        "auto", f"backend of hesscale.compile_step: {', '.join(BACKENDS)}; auto is inductor on a GPU, else traced"
+    )
 
 
 PRESETS = {
@@ -54,10 +58,10 @@ PRESETS = {
 
 
 def tasks(settings: Settings) -> list[Task]:
-    problems = choose(settings.task, {name: name for name in PROBLEMS}, "task")
+    problems = choose(settings.task, named(PROBLEMS), "task")
     if not problems:
         raise ValueError("no task is asked for")
-    pairs = methods(settings.optimizer, settings.step_size, OPTIMIZERS)
+    pairs = with_step_sizes(settings.optimizer, settings.step_size, IMAGE_OPTIMIZERS)
     known = {"activation": ACTIVATIONS, "padding": PADDINGS, "precision": PRECISIONS, "device": DEVICES}
     for name, values in {**known, "backend": ("auto", *BACKENDS)}.items():
         if getattr(settings, name) not in values:
@@ -90,7 +94,7 @@ def tasks(settings: Settings) -> list[Task]:
             times=settings.sgd_epochs if optimizer == "sgd" else 1,
             batch=settings.batch or PROBLEMS[name].batch,
             augment=settings.augment and PROBLEMS[name].is_augmented,
-            trust_radius=settings.trust_radius if OPTIMIZERS[optimizer].is_scaled else 0.0,
+            trust_radius=settings.trust_radius if IMAGE_OPTIMIZERS[optimizer].is_scaled else 0.0,
             **shared,
         )
         for name, (optimizer, size), seed in itertools.product(problems, pairs, range(settings.seeds))
@@ -104,7 +108,7 @@ def work(settings: Settings) -> str:
 
 
 def is_timed(task: Task) -> bool:
-    """Its seconds are those of the wall on a GPU, which others would share."""
+    """On a GPU, where other runs would share its time, seconds are wall time."""
     return task.device == "cuda"
 
 
@@ -120,5 +124,5 @@ EXPERIMENT = Experiment(
     sections,
     alone=is_timed,
     run_together=run_together,
-    kind=companions,
+    kind=group_key,
 )

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from .database import DamagedRun, connect
 from .experiment import Experiment
 from .files import write_whole
 from .locks import BusyRun, lock
 from .run import has_begun
+from .run_database import DamagedRun, connect
 from .store import Pause, Store, Task
 from .sweep import POLL_SECONDS, Keys, Sweep, attempt
 

@@ -1,4 +1,4 @@
-"""Commands made from experiments: their settings are options, and what they ask for is run, watched and shown."""
+"""Commands made from experiments: each setting is an option, and a command does the runs and prints their tables."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
-from rich.table import Table as Drawn
+from rich.table import Table as RichTable
 
 from .data import DataError
 from .experiment import PRESETS, Experiment, as_task
 from .machine import commit
 from .plots import Table
 from .store import FINISHED, DamagedRun, Record, Store, Task
-from .sweep import Interrupted, Watched, grid, run_tasks
+from .sweep import Interrupted, SweepProgress, grid, run_tasks
 
 RUNS = Path("out/runs")
 TOGETHER = 16
@@ -32,41 +32,44 @@ SECONDS_BETWEEN_LINES = 20.0
 
 
 @dataclass(frozen=True)
-class Where:
-    """How to run what settings ask for."""
+class RunOptions:
+    """Options that all experiments share: where runs and data are kept, and where tasks are done."""
 
-    workers: int = dataclasses.field(default=0, metadata={"help": "processes; as many as there are cores unless given"})
-    together: int = dataclasses.field(default=TOGETHER, metadata={"help": "runs at once in a process, where they can be"})
-    runs: Path = dataclasses.field(default=RUNS, metadata={"help": "where runs are kept; what is there is not done again"})
-    data: Optional[Path] = dataclasses.field(default=None, metadata={"help": "where data sets are, in place of HESSCALE_DATA"})  # noqa: UP045
-    ray: str = dataclasses.field(default="", metadata={"help": "address of a Ray cluster to run on; 'local' makes one"})
-    tensorboard: bool = dataclasses.field(default=False, metadata={"help": "log for TensorBoard too"})
-    dry_run: bool = dataclasses.field(default=False, metadata={"help": "say how much work it is, and stop"})
+    workers: int = dataclasses.field(default=0, metadata={"help": "worker processes; 0 for one per core"})
+    together: int = dataclasses.field(
+        default=TOGETHER, metadata={"help": "the most runs that one process does together, where an experiment can"}
+    )
+    runs: Path = dataclasses.field(default=RUNS, metadata={"help": "folder of runs; a finished run there is not done again"})
+    data: Optional[Path] = dataclasses.field(default=None, metadata={"help": "folder of data sets, in place of HESSCALE_DATA"})  # noqa: UP045
+    ray: str = dataclasses.field(default="", metadata={"help": "address of a Ray cluster to run on; 'local' starts one"})
+    tensorboard: bool = dataclasses.field(default=False, metadata={"help": "also log for TensorBoard"})
+    dry_run: bool = dataclasses.field(default=False, metadata={"help": "print how much work it is, and stop"})
 
     @property
     def store(self) -> Store:
         return Store(self.runs, tensorboard=self.tensorboard)
 
 
-def where_of(given: Mapping[str, Any]) -> Where:
-    """As the user gave it, with ~ for home."""
+def run_options(given: Mapping[str, Any]) -> RunOptions:
+    """The options as given, with ~ expanded."""
     expanded: dict[str, Any] = {name: value.expanduser() if isinstance(value, Path) else value for name, value in given.items()}
-    return Where(**expanded)
+    return RunOptions(**expanded)
 
 
 def command_of(experiment: Experiment) -> Callable[..., None]:
     """A function with an option for every setting, as typer reads them."""
 
     def command(preset: str, **given: Any) -> None:
-        where = where_of({field.name: given.pop(field.name) for field in dataclasses.fields(Where)})
+        where = run_options({field.name: given.pop(field.name) for field in dataclasses.fields(RunOptions)})
         changed = {name: value for name, value in given.items() if value is not None}
         settings = settings_of(experiment, preset, changed)
-        perform(experiment, tasks_of(experiment, [settings]), where, command_text(experiment.name, preset, changed), settings)
+        tasks, text = tasks_of(experiment, [settings]), command_text(experiment.name, preset, changed)
+        run_experiment(experiment, tasks, where, text, settings)
 
     own = [
         parameter(field, hints(experiment.settings), None, values_in_presets(experiment, field)) for field in fields(experiment)
     ]
-    shared = [parameter(field, hints(Where), field.default) for field in dataclasses.fields(Where)]
+    shared = options_of(RunOptions)
     command.__signature__ = inspect.Signature([PRESET, *own, *shared])  # type: ignore[attr-defined]
     command.__annotations__ = {}
     command.__doc__ = experiment.title
@@ -86,7 +89,7 @@ def sweep_command(known: Mapping[str, Experiment]) -> Callable[..., None]:
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="--over") from None
         command = shlex.join(["hesscale", "sweep", experiment, f"--preset={preset}", *[f"--over={values}" for values in over]])
-        perform(chosen, tasks_of(chosen, several), where_of(given), command, *several)
+        run_experiment(chosen, tasks_of(chosen, several), run_options(given), command, *several)
 
     argument = typer.Argument(help=f"one of {', '.join(known)}")
     over = typer.Option("--over", help="a setting and its values, as step_size=0.1,0.01; may be given several times")
@@ -96,7 +99,7 @@ def sweep_command(known: Mapping[str, Experiment]) -> Callable[..., None]:
             inspect.Parameter("experiment", kind, annotation=Annotated[str, argument]),
             PRESET,
             inspect.Parameter("over", kind, default=[], annotation=Annotated[list[str], over]),
-            *[parameter(field, hints(Where), field.default) for field in dataclasses.fields(Where)],
+            *options_of(RunOptions),
         ]
     )
     sweep.__annotations__ = {}
@@ -122,6 +125,11 @@ def hints(cls: type) -> dict[str, Any]:
     return get_type_hints(cls)
 
 
+def options_of(settings: type) -> list[inspect.Parameter]:
+    """An option of the command line for every field of a dataclass, with the field's default."""
+    return [parameter(field, hints(settings), field.default) for field in dataclasses.fields(settings)]
+
+
 def parameter(field: dataclasses.Field[Any], types: Mapping[str, Any], default: Any, extra: str = "") -> inspect.Parameter:
     kind = types[field.name] if default is not None or field.default is None else Optional[types[field.name]]  # noqa: UP045
     option = typer.Option(f"--{field.name.replace('_', '-')}", help=field.metadata["help"] + extra)
@@ -135,16 +143,20 @@ PRESET = inspect.Parameter(
     inspect.Parameter.KEYWORD_ONLY,
     default="small",
     annotation=Annotated[
-        str, typer.Option("--preset", help=f"{', '.join(PRESETS[:-1])} or {PRESETS[-1]}: sets what is not given")
+        str,
+        typer.Option(
+            "--preset", help=f"{', '.join(PRESETS[:-1])} or {PRESETS[-1]}: the values of all options that are not given"
+        ),
     ],
 )
 
 
 def values_in_presets(experiment: Experiment, field: dataclasses.Field[Any]) -> str:
-    values = [str(getattr(experiment.presets[preset], field.name)) for preset in PRESETS]
+    """The defaults of an option, with a space after each comma so that lines can be broken there."""
+    values = [str(getattr(experiment.presets[preset], field.name)).replace(",", ", ") or "none" for preset in PRESETS]
     if len({*values}) == 1:
-        return f" ({values[0] or 'none'})"
-    return f" ({', '.join(f'{preset} {value}' for preset, value in zip(PRESETS, values, strict=True))})"
+        return f" ({values[0]})"
+    return f" ({'; '.join(f'{preset}: {value}' for preset, value in zip(PRESETS, values, strict=True))})"
 
 
 def settings_of(experiment: Experiment, preset: str, changed: Mapping[str, Any]) -> Any:
@@ -166,14 +178,14 @@ def tasks_of(experiment: Experiment, several: list[Any]) -> list[Task]:
 
 
 def command_text(name: str, preset: str, changed: Mapping[str, Any]) -> str:
-    """What to type for the same again, wherever runs and data are."""
+    """The command that does the same again, without the folders of runs and data."""
     words = [f"--{key.replace('_', '-')}={value}" for key, value in changed.items() if not isinstance(value, bool)]
     words += [f"--{'' if value else 'no-'}{key.replace('_', '-')}" for key, value in changed.items() if isinstance(value, bool)]
     return shlex.join(["hesscale", name, f"--preset={preset}", *words])
 
 
-def perform(experiment: Experiment, tasks: list[Task], where: Where, command: str, *several: Any) -> None:
-    """Do what is left of these tasks, with progress, and show the tables of what came out."""
+def run_experiment(experiment: Experiment, tasks: list[Task], where: RunOptions, command: str, *several: Any) -> None:
+    """Do the tasks that are not finished, show progress, and print the tables of all results."""
     console, store = Console(), where.store
     if where.workers < 0:
         raise typer.BadParameter(f"{where.workers} is negative", param_hint="--workers")
@@ -200,7 +212,7 @@ def perform(experiment: Experiment, tasks: list[Task], where: Where, command: st
 
 
 def finish(console: Console, experiment: Experiment, store: Store, settings: Any) -> None:
-    """What is to be done with finished runs."""
+    """Do what an experiment does with finished runs."""
     asked = {task: as_task(task) for task in experiment.tasks(settings)}
     finished = {
         task: store.directory(experiment.name, values)
@@ -216,8 +228,8 @@ def finish(console: Console, experiment: Experiment, store: Store, settings: Any
         raise typer.Exit(1) from None
 
 
-def check_inputs(experiment: Experiment, tasks: list[Task], finished: list[Record], where: Where) -> None:
-    """Data must be there for what is left to do, and what was done before must have been done with those that are here."""
+def check_inputs(experiment: Experiment, tasks: list[Task], finished: list[Record], where: RunOptions) -> None:
+    """Check that the data of unfinished tasks exist, and that finished ones were done with the same data."""
     done = {record.directory for record in finished}
     left = [task for task in tasks if where.store.directory(experiment.name, task) not in done]
     for task in {task.get("dataset"): task for task in left if not where.ray}.values():
@@ -234,12 +246,12 @@ def check_inputs(experiment: Experiment, tasks: list[Task], finished: list[Recor
             raise typer.BadParameter(f"{record.directory} was done with other data of the same name; use other --runs")
 
 
-def do(console: Console, experiment: Experiment, tasks: list[Task], where: Where, command: str) -> list[tuple[Path, str]]:
-    """Run what is left. Returns what failed."""
+def do(console: Console, experiment: Experiment, tasks: list[Task], where: RunOptions, command: str) -> list[tuple[Path, str]]:
+    """Do the tasks that are not finished. Returns those that failed."""
     workers = 1 if experiment.is_alone(tasks) else where.workers or os.cpu_count() or 1
     try:
         with bars(console) as progress:
-            watch = watcher(progress, len(tasks)) if console.is_terminal else teller(console, len(tasks))
+            watch = progress_bars(progress, len(tasks)) if console.is_terminal else progress_lines(console, len(tasks))
             return run_tasks(
                 experiment,
                 where.store,
@@ -261,12 +273,12 @@ def bars(console: Console) -> Progress:
     return Progress(*columns, console=console)
 
 
-def watcher(progress: Progress, total: int) -> Callable[[Watched], None]:
-    """Draws a bar for all runs, and one for each that is being worked on."""
+def progress_bars(progress: Progress, total: int) -> Callable[[SweepProgress], None]:
+    """Draw a bar for all runs, and one for each that is running."""
     whole = progress.add_task("runs", total=total)
     each: dict[str, Any] = {}
 
-    def draw(watched: Watched) -> None:
+    def draw(watched: SweepProgress) -> None:
         progress.update(whole, completed=watched.finished)
         for key, (label, done, all_of_it) in watched.running.items():
             if key not in each:
@@ -278,11 +290,11 @@ def watcher(progress: Progress, total: int) -> Callable[[Watched], None]:
     return draw
 
 
-def teller(console: Console, total: int) -> Callable[[Watched], None]:
-    """Says now and then how far it is, where no bar can be drawn."""
+def progress_lines(console: Console, total: int) -> Callable[[SweepProgress], None]:
+    """Print a line now and then, where no bars can be drawn."""
     said = time.monotonic()
 
-    def say(watched: Watched) -> None:
+    def say(watched: SweepProgress) -> None:
         nonlocal said
         if time.monotonic() - said >= SECONDS_BETWEEN_LINES:
             said = time.monotonic()
@@ -305,13 +317,13 @@ def show(console: Console, experiment: Experiment, store: Store, tasks: list[Tas
     for section in experiment.sections(results):
         console.print(f"\n[bold]{escaped(section.title)}[/]", highlight=False)
         for table in [item for item in section.items if isinstance(item, Table)]:
-            console.print(drawn(table))
+            console.print(as_rich_table(table))
     console.print("Figures: [bold]hesscale report[/]")
 
 
-def drawn(table: Table) -> Drawn:
+def as_rich_table(table: Table) -> RichTable:
     columns = [Column(escaped(name), overflow="fold") for name in table.header]
-    found = Drawn(*columns, title=escaped(table.title), caption=escaped(table.caption))
+    found = RichTable(*columns, title=escaped(table.title), caption=escaped(table.caption))
     for row in table.rows:
         found.add_row(*[escaped(cell) for cell in row])
     return found

@@ -1,6 +1,6 @@
-"""Data sets: digits, which scikit-learn brings along; MNIST, EMNIST and CIFAR-100 as torchvision lays them out, or downloaded.
+"""Data sets: scikit-learn's digits, and MNIST, EMNIST and CIFAR-100 in torchvision's layout, which can be downloaded.
 
-They are looked for in a folder that is given, or else named by ``HESSCALE_DATA``, or else ``data`` below the working directory.
+They are read from the folder that is given, else from ``HESSCALE_DATA``, else from ``data`` below the working directory.
 """
 
 from __future__ import annotations

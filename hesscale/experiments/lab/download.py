@@ -1,4 +1,4 @@
-"""Files from elsewhere: with the right checksum, whole, and going on where an earlier attempt broke off."""
+"""Downloads that check the checksum and resume where an earlier attempt broke off."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ TIMEOUT = 60  # seconds without a byte
 
 
 class DataError(RuntimeError):
-    """A data set is absent, damaged or cannot be had: which file, and what to do."""
+    """A data set is absent, damaged or cannot be downloaded; the message names the file and what to do."""
 
 
 def fetch(url: str, path: Path, sha256: str, progress: Progress | None = None) -> None:
-    """Download a file whole, with this checksum, or go on with what an earlier attempt left beside it."""
+    """Download a file with this checksum, or resume from the part that an earlier attempt left beside it."""
     if path.exists():
         if digest(path) != sha256:
             raise DataError(f"{path} is there, and is not what {url} has: its sha256 is not {sha256}; move it away")
@@ -47,7 +47,7 @@ def fetch(url: str, path: Path, sha256: str, progress: Progress | None = None) -
 
 
 def transfer(url: str, part: Path, progress: Progress) -> None:
-    """Add to ``part`` what it lacks."""
+    """Append to ``part`` what is missing."""
     done = part.stat().st_size if part.exists() else 0
     request = Request(url, headers={"Range": f"bytes={done}-"} if done else {})
     try:

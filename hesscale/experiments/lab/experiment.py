@@ -1,4 +1,4 @@
-"""An experiment: settings with presets, tasks that they ask for, a function that does one, and what all of them show together."""
+"""An experiment: its settings and presets, the tasks they ask for, the function that does a task, and what the results show."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ PRESETS = ("smoke", "small", "paper")
 
 @dataclass(frozen=True)
 class Experiment:
-    """One file in ``hesscale/experiments``, as its ``EXPERIMENT``.
+    """What a file in ``hesscale/experiments/figures`` defines as its ``EXPERIMENT``.
 
     Attributes:
-        name: of the command.
-        title: what it shows, in a line.
-        settings: a frozen dataclass; each field is an :func:`option` and one of the command line.
+        name: the name of its command.
+        title: one line on what it shows.
+        settings: a frozen dataclass; each field is an :func:`option` of the command line.
         presets: settings of ``smoke`` (seconds), ``small`` (minutes) and ``paper`` (the paper's).
         task: a frozen dataclass of plain values: all that decides the numbers of one run, and nothing else.
-        tasks: those that settings ask for. The same task asked for by other settings is the same run.
-        work: how much that is, in a line.
-        run: does a task, from ``run.state`` on where there is one, and returns what came out: tensors and plain values by name.
-        sections: what the runs show, whatever settings they differ in; some may be missing.
-        alone: of a task: whether it is to run while no other does, because it measures time.
-        run_together: does several tasks at once, each in its run, and returns what came out of each.
-        kind: of a task; those of the same kind can be done together.
-        after: does what settings ask for beyond runs, with the directories of those that are finished, and says what.
+        tasks: the tasks that settings ask for. Two settings that ask for the same task share its run.
+        work: one line on how much work settings ask for.
+        run: does a task and returns its results, tensors and plain values by name. It resumes from ``run.state`` if that is set.
+        sections: what the results show. Some results may be missing, and they may differ in any setting.
+        alone: whether a task must run while no other does, because it measures time.
+        run_together: does several tasks at once, each with its own run, and returns the results of each.
+        kind: tasks of the same kind can be done together.
+        after: does what settings ask for beyond runs, given the directories of finished ones; yields lines to print.
     """
 
     name: str
@@ -53,13 +53,13 @@ class Experiment:
     after: Callable[[Any, Mapping[Any, Path]], Iterator[str]] | None = None
 
     def do(self, store: Store, task: Task, data: Path | None, command: str = "") -> None:
-        """Do a task, or what is left of it. ``data`` is where the user keeps data sets."""
+        """Do a task, or the rest of it. ``data`` is the folder of data sets."""
         self.do_together(store, [task], data, command)
 
     def do_together(
         self, store: Store, tasks: Sequence[Task], data: Path | None, command: str = ""
     ) -> Sequence[BusyRun | DamagedRun | None]:
-        """Do several, at once where that is possible. Returns for each why it could not even be begun, where there are others."""
+        """Do several tasks, together where possible. Returns for each why it could not begin, or None; a single task raises."""
         problems: list[BusyRun | DamagedRun | None] = []
         with ExitStack() as stack:
             runs = []
@@ -91,11 +91,11 @@ class Experiment:
         return self.alone is not None and any(self.alone(self.task(**task)) for task in tasks)
 
     def inputs(self, task: Task, data: Path | None) -> str:
-        """What tells the data that a task reads from others of the same name; nothing if it reads none."""
+        """A fingerprint of the data that a task reads; empty if it reads none."""
         return fingerprint(task["dataset"], data) if "dataset" in task else ""
 
     def results(self, store: Store, tasks: list[Task]) -> list[Result]:
-        """Those of these tasks that are done, with tasks as the experiment's own type."""
+        """The results of finished tasks, with each task as the experiment's own type."""
         found = [store.result(self.name, task) for task in tasks]
         return [dataclasses.replace(result, task=self.task(**result.task)) for result in found if result is not None]
 
@@ -106,7 +106,7 @@ def option(default: Any, help: str) -> Any:
 
 
 def experiments() -> dict[str, Experiment]:
-    """By name: every module of ``hesscale.experiments.figures`` has one."""
+    """All experiments by name, from the modules of ``hesscale.experiments.figures``."""
     from .. import figures as package
 
     modules = [importlib.import_module(f"{package.__name__}.{found.name}") for found in pkgutil.iter_modules(package.__path__)]

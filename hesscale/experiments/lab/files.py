@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Atomic writes: a file is either complete or absent."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from pathlib import Path
 from typing import Any
 
 
+def write_text(path: Path, text: str) -> None:
+    write_whole(path, lambda partial: partial.write_text(text, encoding="utf-8"))
+
+
 def write_whole(path: Path, produce: Callable[[Path], Any]) -> None:
-    """Let ``produce`` write a file beside ``path`` and put it there once it is on the disk."""
+    """Let ``produce`` write a temporary file beside ``path``, and rename it once it is on the disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:

@@ -1,4 +1,4 @@
-"""A lock on a directory, which the system takes back however its process ends."""
+"""A lock on a directory; the system releases it however its process ends."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import time
 from pathlib import Path
 
-LOCK_SECONDS = 2.0  # a process that was killed, or one that only looks, lets go sooner
+LOCK_SECONDS = 2.0  # a process that was killed, or one that only reads, releases it sooner
 
 
 class BusyRun(Exception):

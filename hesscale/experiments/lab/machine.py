@@ -1,4 +1,4 @@
-"""What a result was made on, and by which code."""
+"""The machine that a result was made on, and the commit of the code."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def machine() -> dict[str, str]:
 
 
 def packages() -> dict[str, str]:
-    """The versions of those that numbers may depend on."""
+    """Versions of the packages that numbers may depend on."""
     found = {}
     for name in PACKAGES:
         try:
@@ -49,7 +49,7 @@ def cpu_model() -> str:
 
 
 def commit() -> str:
-    """The commit of the working tree that this package belongs to, and whether the package was changed since."""
+    """The commit of this package's working tree, and whether the package has uncommitted changes."""
     folder = Path(__file__).parent.parent
 
     def git(*words: str) -> str:
@@ -57,7 +57,7 @@ def commit() -> str:
         return done.stdout.strip()
 
     try:
-        git("ls-files", "--error-unmatch", "__init__.py")  # not just any tree that it lies in
+        git("ls-files", "--error-unmatch", "__init__.py")  # a tree that merely contains it does not count
         return git("rev-parse", "--short", "HEAD") + (" with changes" if git("status", "--porcelain", ".") else "")
     except (OSError, subprocess.SubprocessError):
         return "unknown"

@@ -1,4 +1,4 @@
-"""The report as one HTML page that needs nothing else to be viewed."""
+"""The report as a single self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .interactive import figures, text
-from .marks import marks
+from .markdown import is_numeric
+from .plotly_figures import figures, text
 from .plots import Heat, Plot, Section, Table
+from .series_layout import lay_out
 
 if TYPE_CHECKING:
     from .report import Account
 
-# Its buttons are named one by one: those that plotly.js has by itself offer to upload the data.
+# Buttons are listed one by one, since plotly.js's default ones offer to upload the data.
 SCRIPT = """
 const touch = matchMedia("(pointer: coarse)").matches;
 const bar = {displaylogo: false, displayModeBar: touch ? false : "hover", modeBarButtons: [["zoom2d", "pan2d", "resetScale2d"]]};
@@ -119,7 +120,7 @@ def experiment(account: Account) -> str:
     for number, section in enumerate(account.sections, 1):
         parts.append(f'<div id="{slug(account.name)}-{number}">\n{section_of(account, section)}</div>\n')
     parts.append(how_made("How this was made", account.command, account.settings, account.made))
-    for found in account.earlier:
+    for found in account.baselines:
         others = {name: value for name, value in found.items() if name not in ("command", "settings")}
         parts.append(how_made("Beside it, from an earlier report", found["command"], found.get("settings", {}), others))
     return "".join([*parts, "</section>\n"])
@@ -157,17 +158,17 @@ def legend(plot: Plot, colours: Mapping[str, str] | None) -> str:
     buttons = [
         f'<button type="button" class="{mark.kind}{" dashed" if mark.dashed else ""}" style="--colour: {mark.colour}" '
         f'aria-pressed="true" data-name="{html.escape(text(mark.label))}">{html.escape(mark.label)}</button>'
-        for mark in marks(plot, colours)[0]
+        for mark in lay_out(plot, colours)[0]
         if mark.in_legend
     ]
     return f'<div class="legend">{"".join(buttons)}</div>' if buttons else ""
 
 
 def notes(item: Plot | Heat, colours: Mapping[str, str] | None) -> list[str]:
-    """What is to be known of a drawing that its caption cannot know."""
+    """Notes on a figure that depend on how it is drawn."""
     if isinstance(item, Heat):
         return []
-    drawn, left_out = marks(item, colours)
+    drawn, left_out = lay_out(item, colours)
     return ["Dashes are medians." if any(mark.medians for mark in drawn) else "", left_out]
 
 
@@ -186,12 +187,6 @@ def table(item: Table) -> str:
 
 def facts(found: Mapping[str, str]) -> str:
     return f"<dl>{''.join(f'<dt>{escape(name)}</dt><dd>{escape(value)}</dd>' for name, value in found.items())}</dl>\n"
-
-
-def is_numeric(item: Table, column: int) -> bool:
-    """Whether to align it at the right: numbers, whatever follows them, and dashes for none."""
-    cells = [str(row[column]).strip() for row in item.rows]
-    return any(cells) and all(re.match(r"[-+−]?[\d.]|nan|[-−]?inf|[–—-]?$", cell) for cell in cells)
 
 
 def as_script(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""What runs of a store show: a page, figures, tables and a summary of their numbers, with the commands that made them."""
+"""The report of a store's runs: a page, figures, tables, a summary of the numbers, and the commands that made them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .drawing import save_figure
-from .earlier import NUMBERS, read_summary, set_beside, summary_file
+from .baseline import NUMBERS, add_baseline, read_summary, summary_file
 from .experiment import Experiment, experiments
-from .files import write_whole
-from .interactive import number, numbers
-from .marks import COLOURS, as_array, check, palette
-from .page import is_numeric, page_of, slug
+from .files import write_text
+from .markdown import aligned_table, escaped
+from .matplotlib_files import save_figure
+from .page import page_of, slug
+from .plotly_figures import number, numbers
 from .plots import Heat, Plot, Section, Series, Table
+from .series_layout import COLOURS, as_array, check, palette
 from .store import FAILED, FINISHED, DamagedRun, Result, Store, Task
 
 FEW = 8  # values of a setting, up to which each is named
@@ -25,7 +26,7 @@ FEW = 8  # values of a setting, up to which each is named
 
 @dataclass
 class Account:
-    """What an experiment has to show, and how it was made."""
+    """The part of a report that is about one experiment: what it shows, and how it was made."""
 
     name: str
     title: str
@@ -39,7 +40,7 @@ class Account:
     machines: list[str] = field(default_factory=list)
     started: str = ""
     finished: str = ""
-    earlier: list[dict[str, Any]] = field(default_factory=list)  # how what is shown beside it was made
+    baselines: list[dict[str, Any]] = field(default_factory=list)  # how the reports shown beside it were made
 
     @property
     def items(self) -> list[Plot | Heat | Table]:
@@ -67,7 +68,7 @@ class Account:
 
     @property
     def made(self) -> dict[str, str]:
-        """By which code, on what and when."""
+        """The commit, the machine and the time."""
         found = {
             "runs": self.progress,
             "commit": "; ".join(self.commits),
@@ -108,11 +109,11 @@ def report(
             problem = "This version has no experiment of that name."
             accounts.append(Account(name, name, command, asked=len(tasks), problems=[problem]))
     if beside is not None:
-        add_earlier(accounts, read_summary(beside), beside, folder)
+        add_baselines(accounts, read_summary(beside), beside, folder)
     return write_report(accounts, folder, page=page)
 
 
-def add_earlier(accounts: Sequence[Account], before: dict[str, dict[str, Any]], beside: Path, folder: Path) -> None:
+def add_baselines(accounts: Sequence[Account], before: dict[str, dict[str, Any]], beside: Path, folder: Path) -> None:
     """Set beside each account what a summary has of it; an error if writing to the folder would lose some of that summary."""
     shared = [account for account in accounts if account.name in before]
     if not shared:
@@ -123,7 +124,7 @@ def add_earlier(accounts: Sequence[Account], before: dict[str, dict[str, Any]], 
         raise ValueError(f"writing to {folder} would lose what only its summary has: {', '.join(lost)}; use another --out")
     for account in shared:
         if account.items:
-            set_beside(account, before[account.name])
+            add_baseline(account, before[account.name])
 
 
 def account_of(store: Store, experiment: Experiment, command: str, tasks: list[Task]) -> Account:
@@ -179,7 +180,7 @@ def write_report(accounts: Sequence[Account], folder: Path, *, page: bool = True
 def markdown(account: Account) -> str:
     """All tables of an experiment."""
     lines = [f"# {account.title}", "", *indented(account.command), "", f"{account.progress}", ""]
-    for found in account.earlier:
+    for found in account.baselines:
         runs = found.get("runs", "").rstrip(".")
         lines += [f"Beside them, from an earlier report ({escaped(runs)}):", "", *indented(found["command"]), ""]
     lines += [f"- {problem}" for problem in account.problems] + [""] * bool(account.problems)
@@ -187,22 +188,12 @@ def markdown(account: Account) -> str:
         if tables := [item for item in section.items if isinstance(item, Table)]:
             lines += [f"## {section.title}", "", *([section.text, ""] if section.text else [])]
         for item in tables:
-            rule = ["---:" if is_numeric(item, column) else ":---" for column in range(len(item.header))]
-            rows = [row_of(item.header), row_of(rule), *map(row_of, item.rows)]
-            lines += [f"### {item.title}", "", *rows, "", *([item.caption, ""] if item.caption else [])]
+            lines += [f"### {item.title}", "", aligned_table(item), *([item.caption, ""] if item.caption else [])]
     return "\n".join(lines)
 
 
 def indented(command: str) -> list[str]:
     return [f"    {line}" for line in command.splitlines()]
-
-
-def row_of(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(escaped(str(cell)) for cell in cells)} |"
-
-
-def escaped(text: str) -> str:
-    return " ".join(text.replace("|", r"\|").replace("<", "&lt;").split())
 
 
 def summary(accounts: Sequence[Account]) -> str:
@@ -217,7 +208,7 @@ def numbers_of(account: Account) -> dict[str, Any]:
         "command": account.command,
         "settings": account.settings,
         **account.made,
-        **({"earlier": account.earlier} if account.earlier else {}),
+        **({"earlier": account.baselines} if account.baselines else {}),
         "problems": account.problems,
         "shown": shown,
     }
@@ -258,7 +249,3 @@ def settings_of(tasks: Sequence[Task]) -> dict[str, str]:
 
 def unique(values: Iterable[Any]) -> list[Any]:
     return list(dict.fromkeys(values))
-
-
-def write_text(path: Path, text: str) -> None:
-    write_whole(path, lambda partial: partial.write_text(text, encoding="utf-8"))

@@ -1,6 +1,6 @@
-"""A run being worked on, in a directory of its own: a database with its metrics, and its last checkpoint.
+"""A run in progress: a directory with a database of metrics and the last checkpoint.
 
-A checkpoint and a finished run hold a digest of their metrics, so that files that do not belong together are found out.
+A checkpoint and a finished run hold a digest of their metrics, so that files that do not belong together are detected.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from typing import Any
 
 import torch
 
-from .database import (
+from .files import write_whole
+from .locks import is_same_file, lock
+from .machine import commit, machine
+from .run_database import (
     FORMAT,
     DamagedRun,
     Row,
@@ -34,9 +37,6 @@ from .database import (
     reading,
     write_facts,
 )
-from .files import write_whole
-from .locks import is_same_file, lock
-from .machine import commit, machine
 
 RUNNING, FINISHED, FAILED = "running", "finished", "failed"
 FLUSH_SECONDS = 1.0
@@ -45,16 +45,16 @@ Task = dict[str, Any]  # plain values by name
 
 
 class Pause(BaseException):
-    """Raised by a checkpoint after :attr:`Run.deadline`: the rest is for another time."""
+    """Raised by a checkpoint after :attr:`Run.deadline`; the run is resumed later."""
 
 
 class Run:
-    """A context manager; nobody else can open the run meanwhile.
+    """A run that is open; no other process can open it meanwhile. It is a context manager.
 
     Attributes:
-        state: what :meth:`checkpoint` saved last, None at the beginning.
+        state: what :meth:`checkpoint` saved last; None at the beginning.
         is_finished: whether there is nothing left to do.
-        deadline: when, on the monotonic clock, a checkpoint is the last for now; see :class:`Pause`.
+        deadline: the time on the monotonic clock after which a checkpoint raises :class:`Pause`.
     """
 
     def __init__(self, directory: Path, experiment: str, task: Task, command: str = "", *, tensorboard: bool = False) -> None:
@@ -138,7 +138,7 @@ class Run:
             self.writer = tensorboard_writer(self.directory, 1 + max((step for step, _, _ in rows), default=-1))
 
     def reads(self, inputs: str) -> None:
-        """Note what tells the data of this run from others; an error if it was begun with others."""
+        """Record the fingerprint of the data. Raises an error if the run began with other data."""
         before = read_facts(self.database).get("inputs", inputs)
         if before != inputs:
             raise ValueError(
@@ -151,7 +151,7 @@ class Run:
             write_facts(self.database, facts)
 
     def log(self, step: int, **values: float) -> None:
-        """Metrics of a step, as they come; they are on the disk a second later, and with the next checkpoint."""
+        """Log metrics of a step. They reach the disk within a second or so, and with the next checkpoint."""
         self.pending += [as_row(step, name, value) for name, value in values.items()]
         if self.writer is not None:
             for name, value in values.items():
@@ -159,7 +159,7 @@ class Run:
         self.flush_sometimes()
 
     def progress(self, done: int, total: int) -> None:
-        """How far it is, for whoever waits."""
+        """Report progress to whoever waits for the run."""
         self.pending_facts = {"done": operator.index(done), "total": operator.index(total)}
         self.flush_sometimes()
 
@@ -186,7 +186,7 @@ class Run:
             raise Pause
 
     def save(self, saved: dict[str, Any], path: Path) -> None:
-        """A state that could not be loaded is refused when it first comes, not when it is needed."""
+        """Save a state. The first one is loaded as a check, so that one that cannot be loaded fails at once."""
         torch.save(saved, path)
         if not self.has_saved:
             try:
@@ -196,7 +196,7 @@ class Run:
         self.has_saved = True
 
     def finish(self, values: Mapping[str, Any]) -> None:
-        """Keep what came out, tensors and plain values by name, and be done."""
+        """Store the results, tensors and plain values by name, and mark the run as finished."""
         self.flush()
         packed = sorted((name, pack(name, value)) for name, value in values.items())
         with self.database:
@@ -207,7 +207,7 @@ class Run:
 
 
 def key_of(experiment: str, task: Task) -> str:
-    """The same for the same task, whatever the order of its settings."""
+    """A hash of the task, which does not depend on the order of its settings."""
     return hashlib.sha256(json.dumps([FORMAT, experiment, task], sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -216,7 +216,7 @@ def now() -> str:
 
 
 def has_begun(directory: Path) -> bool:
-    """Whether there is something of a run; its database comes first."""
+    """Whether the directory holds files of a run."""
     try:
         return any((directory / name).exists() for name in ("run.sqlite", "checkpoint.pt"))
     except PermissionError:  # something is there, and whoever reads it will say so
@@ -239,7 +239,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def tensorboard_writer(directory: Path, begin: int) -> Any:
-    """Writes from a step on; what was written of later ones is not shown any more."""
+    """A writer that begins at a step; what was written for later steps is hidden."""
     try:
         package: Any = importlib.import_module("torch.utils.tensorboard")
     except ModuleNotFoundError as missing:

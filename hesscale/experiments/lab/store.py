@@ -1,7 +1,7 @@
-"""A store of runs that loses nothing: a directory for each, with a database of its own and its last checkpoint.
+"""A store of runs: one directory for each, with a database and the last checkpoint.
 
-A run is what an experiment's name and a task decide: all settings that its numbers depend on. Asked for again, a finished run is
-there, and an unfinished one goes on from its checkpoint, without the metrics that came after it.
+A run is identified by the experiment's name and its task, that is by all settings that its numbers depend on. When it is asked
+for again, a finished run is read, and an unfinished one resumes from its checkpoint; metrics logged after that are dropped.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from .database import DamagedRun, Metrics, by_name, connect, digest, read_facts, read_rows, reading, unpack
 from .locks import BusyRun, is_locked
 from .run import FAILED, FINISHED, RUNNING, Pause, Run, Task, check_identity, has_begun, key_of, now
+from .run_database import DamagedRun, Metrics, by_name, connect, digest, read_facts, read_rows, reading, unpack
 
 __all__ = [
     "FAILED",
@@ -42,7 +42,7 @@ __all__ = [
 
 @dataclass
 class Record:
-    """What is known of a run."""
+    """What the store knows of a run."""
 
     directory: Path
     facts: dict[str, Any] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class Record:
 
     @property
     def status(self) -> str:
-        """As noted; a run that nobody works on any more was interrupted."""
+        """The recorded status; a run marked as running whose process is gone was interrupted."""
         if self.problem:
             return "damaged"
         status = str(self.facts["status"])
@@ -73,7 +73,7 @@ class Result:
 
 
 class Store:
-    """All runs below a directory; those opened pause at the first checkpoint after so many seconds."""
+    """All runs below a directory. A run opened from it pauses at the first checkpoint after ``seconds``."""
 
     def __init__(self, root: Path | str, *, tensorboard: bool = False, seconds: float = math.inf) -> None:
         self.root, self.tensorboard, self.seconds = Path(root), tensorboard, seconds
@@ -92,12 +92,12 @@ class Store:
         return read_record(directory) if has_begun(directory) else None
 
     def records(self, experiment: str = "*") -> list[Record]:
-        """Every run that is here, the oldest first; those that cannot be read have a problem."""
+        """All runs, the oldest first; a run that cannot be read has a ``problem``."""
         found = [read_record(path) for path in self.root.glob(f"{experiment}/*") if has_begun(path)]
         return sorted(found, key=lambda record: str(record.facts.get("started", "")))
 
     def result(self, experiment: str, task: Task) -> Result | None:
-        """A finished run, or None; DamagedRun if it is not as it was."""
+        """A finished run, or None. Raises DamagedRun if its files have changed."""
         record = self.record(experiment, task)
         if record is None or (not record.problem and record.facts["status"] != FINISHED):
             return None
@@ -112,7 +112,7 @@ class Store:
             return Result(task, {name: unpack(value) for name, value in packed}, by_name(rows), record.facts)
 
     def request(self, experiment: str, tasks: list[Task], command: str) -> None:
-        """Note what was asked for, which is what a report shows."""
+        """Record what a command asked for, which is what a report shows."""
         self.root.mkdir(parents=True, exist_ok=True)
         row = experiment, command, json.dumps(tasks), now()
         with self.asked() as database, database:
@@ -167,7 +167,7 @@ def read_record(directory: Path) -> Record:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Torch's random numbers from a seed, and those of before afterwards."""
+    """Seed torch's random numbers, and restore their state afterwards."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         yield

@@ -1,8 +1,8 @@
 """Tasks of an experiment, done in worker processes or on a Ray cluster, and the settings of a sweep.
 
-What was done before is not done again. A worker that dies takes no other with it, and its task goes on from its checkpoint; a
-task that raises is noted as failed. The numbers are the same wherever a task is done: on one thread, and for those that are
-done together but for rounding.
+A finished task is not done again. If a worker process dies, the others go on, and its task resumes from its checkpoint. A task
+that raises is recorded as failed. Every task runs on one thread, so its numbers do not depend on where it is done; tasks that are
+done together differ from single ones by rounding alone.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ Keys = tuple[str, ...]
 
 
 class Interrupted(KeyboardInterrupt):
-    """Stopped by the user; says how to go on."""
+    """The user stopped a sweep; the message says how to resume it."""
 
 
 @dataclass
-class Watched:
-    """How far a sweep is.
+class SweepProgress:
+    """The progress of a sweep.
 
     Attributes:
-        finished: how many runs are, with those of before.
-        running: of each that is being worked on, by key: a label, what is done, and of how much (0 if it has not said).
+        finished: the number of finished runs, with those of earlier commands.
+        running: the runs in progress, by key: a label, the work done, and the work in all (0 while unknown).
     """
 
     finished: int
@@ -47,7 +47,7 @@ class Watched:
 
 @dataclass
 class Outcome:
-    """How many runs are finished, with those of before, and the directories of the others with what went wrong."""
+    """The number of finished runs, with those of earlier commands, and the directories and errors of failed ones."""
 
     finished: int = 0
     failed: list[tuple[Path, str]] = field(default_factory=list)
@@ -63,17 +63,17 @@ def run_tasks(
     command: str,
     together: int = 1,
     ray: str | None = None,
-    watch: Callable[[Watched], None] | None = None,
+    watch: Callable[[SweepProgress], None] | None = None,
 ) -> Outcome:
-    """Do what is left of some tasks.
+    """Do the tasks that are not finished.
 
     Args:
-        workers: processes at a time; 0 is this one.
-        data: where data sets are; the same path on all machines.
-        command: what to type for the same again.
-        together: as many as this at once in a process, where the experiment can.
-        ray: address of a Ray cluster to do it on, or "local".
-        watch: is called now and then, and at the end.
+        workers: number of worker processes; with 0, tasks are done in this process.
+        data: folder of data sets; the same path on all machines.
+        command: the command line, which is recorded with each run.
+        together: the most tasks that a process does together, if the experiment can.
+        ray: address of a Ray cluster to run on, or "local".
+        watch: called now and then with the progress, and at the end.
     """
     if workers < 0:
         raise ValueError(f"workers is {workers}; it must not be negative")
@@ -101,7 +101,7 @@ def run_tasks(
 
 
 class Sweep:
-    """Which tasks are left, by key, and what became of the others."""
+    """The queue of tasks that are not finished, by key, and the outcome of the others."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class Sweep:
         tasks: list[Task],
         data: Path | None,
         command: str,
-        watch: Callable[[Watched], None] | None,
+        watch: Callable[[SweepProgress], None] | None,
         together: int = 1,
     ) -> None:
         self.experiment, self.store, self.data, self.command, self.watch = portable(experiment), store, data, command, watch
@@ -120,14 +120,14 @@ class Sweep:
         self.labels: dict[str, str] = {}
         self.total = len(self.tasks)
         self.deaths: Counter[str] = Counter()
-        # those of an entry are done together
+        # the tasks of one entry are done together
         self.left: deque[Keys] = deque((key,) for key in self.tasks if not self.is_finished(key))
         self.outcome = Outcome(finished=self.total - len(self.left))
 
     def divide(self, workers: int) -> None:
-        """Put up to ``together`` tasks of a kind together, as evenly as may be, with something to do for so many workers.
+        """Group up to ``together`` tasks of a kind, as evenly as possible, so that every worker has something to do.
 
-        Tasks that are finished count too: what an interruption left of a group goes on as a group.
+        Finished tasks count too, so that the rest of an interrupted group resumes as a group.
         """
         most = min(self.together, math.ceil(self.total / workers))
         if most < 2:
@@ -149,7 +149,7 @@ class Sweep:
         return self.store.directory(self.experiment.name, self.tasks[key])
 
     def settle(self, keys: Keys, errors: Sequence[str]) -> None:
-        """Tasks are done, or will not be."""
+        """Record that tasks are finished or have failed."""
         for key, error in zip(keys, errors, strict=True):
             if error:
                 self.outcome.failed.append((self.directory(key), error))
@@ -157,7 +157,7 @@ class Sweep:
                 self.outcome.finished += 1
 
     def again(self, keys: Keys, reason: str) -> None:
-        """Their worker died; what it did together is done one by one, to find out why."""
+        """Queue the tasks of a worker that died, one by one, to find out which of them is at fault."""
         for key in reversed(keys):
             self.deaths[key] += 1
             if self.deaths[key] <= RETRIES:
@@ -173,10 +173,10 @@ class Sweep:
             record = self.store.record(self.experiment.name, self.tasks[key])
             facts = {} if record is None else record.facts
             running[key] = self.label(key), facts.get("done", 0), facts.get("total", 0)
-        self.watch(Watched(self.outcome.finished, running))
+        self.watch(SweepProgress(self.outcome.finished, running))
 
     def label(self, key: str) -> str:
-        """Those of its settings that not all tasks have."""
+        """The settings in which a task differs from others."""
         if key in self.labels:
             return self.labels[key]
         task, others = self.tasks[key], self.tasks.values()
@@ -186,7 +186,7 @@ class Sweep:
 
 
 def portable(experiment: Experiment) -> Experiment:
-    """As much of it as a worker needs: the rest may be something that cannot be sent."""
+    """The experiment without what workers do not need and may not be picklable."""
     return dataclasses.replace(experiment, presets={}, tasks=unknown, work=unknown, sections=unknown, kind=None, after=None)
 
 
@@ -195,11 +195,11 @@ def unknown(_: Any) -> Any:
 
 
 def attempt(experiment: Experiment, store: Store, tasks: Sequence[Task], data: Path | None, command: str) -> list[str]:
-    """Do tasks together. Returns what went wrong with each, if anything did; its run has the traceback."""
+    """Do tasks together. Returns the error of each, or an empty text; the traceback is in its run."""
     try:
         problems = experiment.do_together(store, tasks, data, command)
     except Exception as error:
-        if len(tasks) > 1:  # which of them it is
+        if len(tasks) > 1:  # to find out which of them it is
             return [attempt(experiment, store, [task], data, command)[0] for task in tasks]
         return [f"{type(error).__name__}: {error}"]
     return [f"{type(problem).__name__}: {problem}" if problem else "" for problem in problems]
@@ -225,7 +225,7 @@ def run_here(sweep: Sweep) -> None:
 
 
 def grid(settings: Settings, over: Mapping[str, Sequence[Any]]) -> list[Settings]:
-    """Settings with every combination of some fields' values, which may be text."""
+    """Settings for every combination of values of some fields; values may be given as text."""
     hints = get_type_hints(type(settings))
     names = [each.name for each in dataclasses.fields(settings)]  # type: ignore[arg-type]
     for name, values in over.items():

@@ -1,4 +1,4 @@
-"""Tasks of a sweep in processes of this machine."""
+"""A sweep in worker processes on this machine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STOP_SECONDS = 5.0
 
 
 class Worker:
-    """A process that does some tasks after others."""
+    """A process that does one group of tasks after another."""
 
     def __init__(self, context: SpawnContext, sweep: Sweep) -> None:
         self.connection, other = context.Pipe()
@@ -32,11 +32,11 @@ class Worker:
         other.close()
 
     def begin(self, tasks: Sequence[Task]) -> None:
-        with suppress(OSError):  # if it died, whoever waits for it will see
+        with suppress(OSError):  # a worker that died is noticed by whoever waits for it
             self.connection.send(tasks)
 
     def errors(self) -> list[str] | None:
-        """What went wrong with each of its tasks, if anything did; None if the process died."""
+        """The error of each of its tasks, empty where there was none; None if the process died."""
         try:
             return list(self.connection.recv()) if self.connection.poll() else None
         except (EOFError, OSError):
@@ -49,12 +49,12 @@ class Worker:
 
 
 def serve(connection: Connection, experiment: Experiment, store: Store, data: Path | None, command: str) -> None:
-    """The life of a worker: until it is told to stop, or whoever started it is no more."""
+    """Serve tasks until told to stop, or until the parent process ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     threading.Thread(target=follow_parent, daemon=True).start()
     torch.set_num_threads(1)
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # or each worker starts a pool of processes of its own
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # otherwise each worker starts its own pool of processes
     with suppress(EOFError):
         while True:
             connection.send(attempt(experiment, store, connection.recv(), data, command))

@@ -12,7 +12,7 @@ from .config import Config
 from .learner import Algorithm, explained_variance
 from .networks import Agent
 from .returns import n_step_returns
-from .wrappers import Rollout
+from .vector_env import Rollout
 
 
 class A2C(Algorithm):

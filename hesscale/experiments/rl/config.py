@@ -1,42 +1,23 @@
-"""The settings of an agent, and its optimizers by name."""
+"""The settings of an agent."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
-
-from ...optim import AdaHesScale, AdaHesScaleGN, AdaHessian, Adam, CurvatureOptimizer
 
 PROTOCOLS = ("paper", "cleanrl")
 POLICIES = ("auto", "gaussian", "categorical")
 TRUNCATIONS = ("bootstrap", "terminate")
-OWN = ("seed", "step_size", "eps", "trust_radius")  # in which agents that learn side by side may differ
-
-
-class Kind(NamedTuple):
-    label: str
-    make: type[CurvatureOptimizer]
-    is_scaled: bool = False  # has a trust region
-
-
-OPTIMIZERS = {
-    "adam": Kind("Adam", Adam),
-    "adahessian": Kind("AdaHessian", AdaHessian),
-    "adahesscale": Kind("AdaHesScale", AdaHesScale),
-    "adahesscale-gn": Kind("AdaHesScaleGN", AdaHesScaleGN),
-    "scaled-adam": Kind("Scaled Adam", Adam, True),
-    "scaled-adahesscale": Kind("Scaled AdaHesScale", AdaHesScale, True),
-}
+OWN = ("seed", "step_size", "eps", "trust_radius")  # settings in which agents that are trained together may differ
 
 
 @dataclass(frozen=True)
 class Config:
-    """All that decides what one agent learns.
+    """Everything that decides what one agent learns.
 
     Attributes:
         algo: ``"a2c"`` or ``"ppo"``.
         env: gymnasium's name of the environment.
-        optimizer: one of ``OPTIMIZERS``; the scaled ones have a trust region for each network.
+        optimizer: one of ``AGENT_OPTIMIZERS``; the scaled ones have a trust region for each network.
         step_size, eps, trust_radius: α, ε and Δ.
         steps: of the environment, rounded up to whole rollouts.
         policy: ``"auto"``, ``"gaussian"`` or ``"categorical"``.
@@ -45,7 +26,7 @@ class Config:
         normalize: observations and rewards.
         half_value_loss: ½ (v − R)² in place of (v − R)².
         truncation: ``"bootstrap"``: an episode that is cut off is worth r + γ v(s') at its end; ``"terminate"``: r, as if it were
-            over, which is what many implementations do, the authors' among them.
+            over, as in many implementations, the authors' among them.
         backend: of :func:`hesscale.compile_step`; with CleanRL's protocol steps are eager whatever it is.
     """
 

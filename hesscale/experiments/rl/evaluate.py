@@ -1,4 +1,4 @@
-"""What a policy does once it has learned: episodes with its normaliser frozen, their returns, and a video of them."""
+"""Evaluation of a trained policy: episodes with a frozen normaliser, their returns, and a video."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ import torch
 from ...errors import NonFiniteError
 from ..lab.files import write_whole
 from .config import Config
-from .networks import Agent, Array, Categorical, Crew, Gaussian, draws_of
-from .simulation import is_mujoco
-from .wrappers import CLIP, DEFAULT_LENGTH, check_name
+from .mujoco_state import is_mujoco
+from .networks import Agent, AgentBatch, Array, Categorical, Gaussian, action_generator
+from .vector_env import CLIP, DEFAULT_LENGTH, check_name
 
 try:
     import gymnasium
@@ -29,7 +29,7 @@ except ModuleNotFoundError:
     raise ModuleNotFoundError("reinforcement learning needs gymnasium: pip install 'hesscale[rl]'") from None
 
 FORMAT = 1
-MOST_PICTURES = 60  # a second, of a video
+MAX_PICTURES = 60  # a second, of a video
 PARTS = ("config", "agent", "seen", "steps")
 
 
@@ -40,10 +40,10 @@ class Episode(NamedTuple):
 
 @dataclass(frozen=True)
 class Policy:
-    """An agent as it is, with the means and variances that it sees observations by.
+    """A trained agent with the means and variances that normalise its observations.
 
     Attributes:
-        steps: of the environment that it has learned from.
+        steps: the number of steps in the environment that it was trained on.
     """
 
     config: Config
@@ -57,7 +57,7 @@ class Policy:
         return self.config.algo == "a2c"
 
     def see(self, raw: Array, left: float) -> Array:
-        """An observation as a row, as in training; ``left`` is the share of the episode that is."""
+        """An observation normalised as in training; ``left`` is the share of the episode that is left."""
         x = np.asarray(raw, np.float64).reshape(-1)
         if not np.isfinite(x).all():
             raise ValueError(f"{self.config.env} gave an observation that is not finite")
@@ -67,7 +67,7 @@ class Policy:
 
 
 def save_policy(path: Path, policy: Mapping[str, Any]) -> None:
-    """Write what a :class:`Policy` is made of: ``config`` (its fields), ``agent`` (a state dict), ``seen`` (mean, variance and
+    """Write the parts of a :class:`Policy`: ``config`` (its fields), ``agent`` (a state dict), ``seen`` (mean, variance and
     count of observations) and ``steps``."""
     saved = {"format": FORMAT, **{name: policy[name] for name in PARTS}}
     write_whole(path, lambda partial: torch.save(saved, partial))
@@ -124,7 +124,7 @@ def config_of(found: Mapping[str, Any]) -> Config:
 
 
 def agent_of(state: Mapping[str, Any]) -> Agent:
-    """Networks of the sizes that a state dict says."""
+    """An agent with the layer sizes of a state dict."""
     name = "logits" if "logits.0.weight" in state else "mean"
     width, inputs = state[f"{name}.0.weight"].shape
     outputs = len(state[f"{name}.4.bias"])
@@ -141,7 +141,7 @@ def agent_of(state: Mapping[str, Any]) -> Agent:
 
 
 def evaluate(policy: Policy, episodes: int = 10, seed: int = 0, *, deterministic: bool = True) -> list[Episode]:
-    """Episodes that begin with seeds from ``seed`` on, with the policy's likeliest actions or with actions drawn from it.
+    """Play episodes with the seeds ``seed``, ``seed + 1``, …; actions are the likeliest ones, or drawn from the policy.
 
     Raises:
         NonFiniteError: if an action is not finite.
@@ -171,24 +171,24 @@ def make(policy: Policy, render_mode: str | None = None) -> Any:
     is_discrete = isinstance(actions, gymnasium.spaces.Discrete)
     size = math.prod(env.observation_space.shape or (0,))
     fits = is_discrete == isinstance(policy.agent, Categorical) and policy.mean.shape == policy.variance.shape == (size,)
-    crew = Crew([policy.agent])
+    batch = AgentBatch([policy.agent])
     outputs = int(actions.n) if is_discrete else math.prod(actions.shape or (0,))
-    inputs = next(iter(crew.arrays.values()))[0][0].shape[-1]
-    if not fits or inputs != size + policy.sees_time or crew.outputs != outputs:
+    inputs = next(iter(batch.arrays.values()))[0][0].shape[-1]
+    if not fits or inputs != size + policy.sees_time or batch.outputs != outputs:
         raise ValueError(f"the policy was learned in an environment with other observations or actions than {name} has here")
     return env
 
 
 def play(policy: Policy, env: Any, seed: int, *, deterministic: bool = True, watch: Callable[[], Any] = lambda: None) -> Episode:
-    """One episode; ``watch`` is called at each of its states."""
-    crew, draws = Crew([policy.agent]), draws_of(seed)
+    """Play one episode; ``watch`` is called at each of its states."""
+    batch, draws = AgentBatch([policy.agent]), action_generator(seed)
     limit = (env.spec.max_episode_steps if env.spec else None) or DEFAULT_LENGTH
     raw, _ = env.reset(seed=seed)
     total, length, ended = 0.0, 0, False
     while not ended:
         watch()
-        noise = np.zeros((1, crew.outputs), np.float32) if deterministic else crew.noise(draws, 1)
-        (action,), signs = crew.act(policy.see(raw, 1 - length / limit), noise)
+        noise = np.zeros((1, batch.outputs), np.float32) if deterministic else batch.noise(draws, 1)
+        (action,), signs = batch.act(policy.see(raw, 1 - length / limit), noise)
         if not np.isfinite(signs).all():
             raise NonFiniteError(f"the policy's action at step {length} is not finite: it has diverged")
         raw, reward, terminated, truncated, _ = env.step(given(env.action_space, action))
@@ -200,7 +200,7 @@ def play(policy: Policy, env: Any, seed: int, *, deterministic: bool = True, wat
 
 
 def given(space: Any, action: Array) -> Any:
-    """What the environment takes for an action."""
+    """The action in the form that the environment takes."""
     if isinstance(space, gymnasium.spaces.Discrete):
         return int(action + space.start)
     return np.clip(action.reshape(space.shape), space.low, space.high)
@@ -210,7 +210,7 @@ def given(space: Any, action: Array) -> Any:
 
 
 def film(policy: Policy, path: Path | str, episodes: int = 1, seed: int = 0, *, deterministic: bool = True) -> list[Episode]:
-    """The same episodes as those of :func:`evaluate`, as a video (MP4)."""
+    """Play the same episodes as :func:`evaluate` and film them (MP4)."""
     check(episodes, seed)
     path = Path(path)
     if path.suffix != ".mp4":
@@ -226,7 +226,7 @@ def film(policy: Policy, path: Path | str, episodes: int = 1, seed: int = 0, *, 
         env.reset(seed=seed)
         height, width, _ = picture(env).shape
         fps = env.metadata.get("render_fps") or 30
-        every = math.ceil(fps / MOST_PICTURES)
+        every = math.ceil(fps / MAX_PICTURES)
         options = {"fps": fps / every, "macro_block_size": 2, "output_params": ["-f", "mp4"], "ffmpeg_log_level": "error"}
         writer = imageio_ffmpeg.write_frames(str(partial), (width, height), **options)
         writer.send(None)
@@ -267,7 +267,7 @@ def picture(env: Any) -> Array:
 
 
 def follow(env: Any) -> None:
-    """Draw by the camera that goes along, where a robot has one; gymnasium's own choice stays behind."""
+    """Film with the camera that tracks the robot, if there is one; gymnasium's default camera stays behind."""
     import mujoco
 
     camera = mujoco.mj_name2id(env.model, mujoco.mjtObj.mjOBJ_CAMERA, "track")
@@ -276,7 +276,7 @@ def follow(env: Any) -> None:
 
 
 def choose_gl() -> None:
-    """Where there is no display, let MuJoCo draw by EGL, or else by OSMesa, unless the variable MUJOCO_GL says something."""
+    """Without a display, render with EGL or else with OSMesa, unless the variable MUJOCO_GL is set."""
     if sys.platform != "linux" or any(os.environ.get(name) for name in ("MUJOCO_GL", "DISPLAY", "WAYLAND_DISPLAY")):
         return
     why = ""

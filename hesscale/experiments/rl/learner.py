@@ -1,4 +1,4 @@
-"""What A2C and PPO share: agents in environments of one kind, that learn side by side in one compiled step."""
+"""What A2C and PPO share: agents in environments of one kind, trained together in one compiled step."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from ...compile.ensemble import ensemble
 from ...compile.step import compile_step
 from ...optim import CurvatureOptimizer
 from ..lab.store import seeded
-from .config import OPTIMIZERS, OWN, Config
-from .networks import Agent, Array, Categorical, Crew, Gaussian
-from .wrappers import Rollout, Worlds
+from ..optimizers import AGENT_OPTIMIZERS
+from .config import OWN, Config
+from .networks import Agent, AgentBatch, Array, Categorical, Gaussian
+from .vector_env import Rollout, VectorEnv
 
-MOST_NORM = 0.5  # of gradients in CleanRL's protocol
+MAX_NORM = 0.5  # of gradients in CleanRL's protocol
 
 
 class Algorithm:
-    """Agents, each in an environment of its own; subclasses say what rollouts teach.
+    """Agents, each in its own environment, that are updated together; subclasses define the loss and the update.
 
-    They go in step and are updated together, and each becomes what it would alone, but for the draws of AdaHessian and for
-    rounding.
+    Each agent learns what it would learn alone, up to rounding and to the random draws of AdaHessian.
 
     Args:
-        configs: one for each agent; they differ in nothing but ``OWN``.
+        configs: one for each agent; they may differ only in the settings of ``OWN``.
 
     Attributes:
         rollout: steps between updates.
-        metrics: of each agent, when they were last asked for.
+        metrics: the metrics of each agent, as of the last iteration that was logged.
     """
 
     rollout: int
@@ -44,21 +44,23 @@ class Algorithm:
         check_alike(configs)
         self.configs, self.config = list(configs), configs[0]
         options = {"gamma": self.gamma, "normalize": self.config.normalize, "time_feature": time_feature}
-        self.make_worlds: Callable[[list[int]], Worlds] = lambda seeds: Worlds(self.config.env, seeds, **options)  # type: ignore[arg-type]
-        self.worlds = self.make_worlds([config.seed for config in configs])
+        self.make_envs: Callable[[list[int]], VectorEnv] = lambda seeds: VectorEnv(self.config.env, seeds, **options)  # type: ignore[arg-type]
+        self.envs = self.make_envs([config.seed for config in configs])
         self.agents: list[Agent] = []
         for config in reversed(configs):
             with seeded(config.seed):
-                self.agents.insert(0, agent_for(self.worlds, config, orthogonal=orthogonal))
+                self.agents.insert(0, agent_for(self.envs, config, orthogonal=orthogonal))
                 self.random_state = torch.get_rng_state()  # from here on that of AdaHessian's draws, by the first seed
-        self.crew = Crew(self.agents)
+        self.agent_batch = AgentBatch(self.agents)
         self.shuffles = [torch.Generator().manual_seed(config.seed) for config in configs]
         self.optimizers = [optimizer_for(agent, config) for agent, config in zip(self.agents, configs, strict=True)]
         self.step = self.make_step()
         self.is_warm = self.is_cleanrl
-        self.twin: Worlds | None = None  # a copy of the first from what was saved, which is to do the same
+        self.replica: VectorEnv | None = (
+            None  # a copy of the first environment, restored from its saved state, which must do the same
+        )
         self.is_checked = False
-        self.kept: dict[int, dict[str, Any]] = {}  # policies of those that diverged
+        self.kept: dict[int, dict[str, Any]] = {}  # policies of agents that diverged
         self.batch: list[Tensor] = []
         self.metrics: list[dict[str, float]] = [{} for _ in configs]
 
@@ -68,19 +70,19 @@ class Algorithm:
 
     @property
     def loss(self) -> Callable[..., Tensor]:
-        """(agent, *batch) to the sum of all its networks' losses."""
+        """A function of (agent, *batch): the sum of the losses of all its networks."""
         raise NotImplementedError
 
     def learn(self, rollout: Rollout) -> None:
-        """Update the networks, which ``crew`` has as they were during the rollout, and keep the ``batch`` that it was made of."""
+        """Update the networks and keep the ``batch`` of the update; ``agent_batch`` has the weights of the rollout."""
         raise NotImplementedError
 
     def measure(self, k: int) -> dict[str, float]:
-        """Metrics of an agent that has learned from ``batch``."""
+        """The metrics of an agent after an update with ``batch``."""
         raise NotImplementedError
 
     def make_step(self) -> Callable[..., Any]:
-        """(*batch) to an update of all agents, with a first dimension for them in the batch."""
+        """A function of (*batch) that updates all agents; the first dimension of the batch is the agent."""
         if self.is_cleanrl:
             return self.clipped_steps
         if len(self.agents) > 1:
@@ -89,25 +91,25 @@ class Algorithm:
         return lambda *batch: alone.again(*[tensor[0] for tensor in batch])
 
     def iterate(self, is_logged: bool = True) -> None:
-        """A rollout, and what it teaches."""
+        """Collect a rollout and update the agents."""
         if self.is_cleanrl:
             self.anneal()
-        self.crew.look()
-        twin, self.twin = self.twin, None
-        rollout = self.worlds.collect(self.crew, self.rollout)
-        if twin is not None and 0 in self.worlds.going:
-            self.compare(rollout, twin.collect(Crew(self.agents[:1]), self.rollout))
+        self.agent_batch.refresh()
+        replica, self.replica = self.replica, None
+        rollout = self.envs.collect(self.agent_batch, self.rollout)
+        if replica is not None and 0 in self.envs.active:
+            self.compare(rollout, replica.collect(AgentBatch(self.agents[:1]), self.rollout))
         self.keep()
-        if not self.worlds.going:
+        if not self.envs.active:
             return
         with self.own_random_numbers():
             self.learn(rollout)
-        for k in [k for k in self.worlds.going if self.optimizers[k].nonfinite_steps]:
-            self.worlds.stop(k)
+        for k in [k for k in self.envs.active if self.optimizers[k].nonfinite_steps]:
+            self.envs.stop(k)
         self.keep()
         if is_logged:
             with torch.no_grad():
-                for k in self.worlds.going:
+                for k in self.envs.active:
                     self.metrics[k] = self.measure(k)
 
     def compare(self, rollout: Rollout, other: Rollout) -> None:
@@ -115,14 +117,14 @@ class Algorithm:
             warnings.warn(f"a copy of {self.config.env} goes another way: a run that is resumed will too", stacklevel=3)
 
     def keep(self) -> None:
-        """Policies of those that diverged, as they were then."""
-        for k, at in enumerate(self.worlds.diverged_at):
+        """Keep the policies of agents that diverged, as they were then."""
+        for k, at in enumerate(self.envs.diverged_at):
             if at is not None and k not in self.kept:
                 self.kept[k] = self.policy(k)
 
     def anneal(self) -> None:
-        """The step size falls to 0."""
-        share = max(1 - self.worlds.steps / self.config.steps, 0)
+        """Let the step size fall linearly to 0."""
+        share = max(1 - self.envs.steps / self.config.steps, 0)
         for config, optimizer in zip(self.configs, self.optimizers, strict=True):
             for group in optimizer.param_groups:
                 group["lr"] = share * config.step_size
@@ -144,8 +146,8 @@ class Algorithm:
         self.step(*batch)
 
     def warm_up(self, batch: tuple[Tensor, ...]) -> None:
-        """Compile by steps that are taken back, so that all that count are made by the same code, also after an interruption."""
-        before = [(copies(agent.parameters()), state_of(optimizer)) for agent, optimizer in self.pairs()]
+        """Compile by taking steps and undoing them, so that every step that counts runs the same code, even after a resume."""
+        before = [(copies(agent.parameters()), optimizer_state(optimizer)) for agent, optimizer in self.pairs()]
         with torch.random.fork_rng(devices=[]):
             for _ in range(2):
                 self.step(*batch)
@@ -153,24 +155,24 @@ class Algorithm:
             with torch.no_grad():
                 for p, weight in zip(agent.parameters(), weights, strict=True):
                     p.copy_(weight)
-            take_back(optimizer, state)
+            restore_optimizer(optimizer, state)
         self.is_warm = True
 
     def pairs(self) -> list[tuple[Agent, CurvatureOptimizer]]:
         return list(zip(self.agents, self.optimizers, strict=True))
 
     def clipped_steps(self, *batch: Tensor) -> None:
-        """Eager steps with the norm of the gradient clipped."""
+        """Take eager steps with the norm of the gradient clipped."""
         for k, (agent, optimizer) in enumerate(self.pairs()):
             optimizer.zero_grad()
             optimizer.backward(self.loss(agent, *[tensor[k] for tensor in batch]))
-            nn.utils.clip_grad_norm_(agent.parameters(), MOST_NORM)
+            nn.utils.clip_grad_norm_(agent.parameters(), MAX_NORM)
             optimizer.step()
 
     def values(self, rollout: Rollout) -> tuple[Array, Array]:
         """v(s_t) and v(s_{t+1})."""
         both = np.concatenate([rollout.observations, rollout.following], 1)
-        values = self.crew.values(torch.from_numpy(both)).numpy()
+        values = self.agent_batch.values(torch.from_numpy(both)).numpy()
         return values[:, : self.rollout], values[:, self.rollout :]
 
     def trust_metrics(self, k: int) -> dict[str, float]:
@@ -182,19 +184,20 @@ class Algorithm:
         return found | {f"trust/scaled_share_{names[i]}": float(share) for i, share in optimizer.scaled_share.items()}
 
     def state(self, k: int) -> dict[str, Any]:
-        """All that an agent needs to go on, in a form that loads with ``weights_only=True``; once, it is checked that a copy of
-        the environment made from it does the same.
+        """The state from which an agent resumes, in a form that loads with ``weights_only=True``.
+
+        The first time, a replica of the environment is made from it, to check that it does the same.
 
         Raises:
             TypeError: if the environment's state cannot be saved.
         """
-        world, optimizer = self.worlds.state(k), self.optimizers[k].state_dict()
+        env, optimizer = self.envs.state(k), self.optimizers[k].state_dict()
         entries = {i: {name: entry.clone() for name, entry in own.items()} for i, own in optimizer["state"].items()}
-        if k == 0 and not self.is_checked and k in self.worlds.going:
-            self.twin, self.is_checked = self.make_worlds([self.config.seed]), True
-            self.twin.load(0, world)
+        if k == 0 and not self.is_checked and k in self.envs.active:
+            self.replica, self.is_checked = self.make_envs([self.config.seed]), True
+            self.replica.load(0, env)
         return {
-            "world": world,
+            "world": env,
             **self.policy(k),
             "optimizer": {**optimizer, "state": entries},  # copies, since each is a view of what all agents have
             "counters": {name: count.clone() for name, count in self.optimizers[k].counters.items()},
@@ -203,18 +206,18 @@ class Algorithm:
         }
 
     def policy(self, k: int) -> dict[str, Any]:
-        """What it takes to act like an agent, as it is or was when it diverged."""
+        """The policy of an agent, as it is now or was when it diverged."""
         if k in self.kept:
             return self.kept[k]
         return {
             "config": dataclasses.asdict(self.configs[k]),
             "agent": {name: tensor.clone() for name, tensor in self.agents[k].state_dict().items()},
-            "seen": self.worlds.seen.state(k),
-            "steps": self.worlds.steps if (at := self.worlds.diverged_at[k]) is None else at,
+            "seen": self.envs.seen.state(k),
+            "steps": self.envs.steps if (at := self.envs.diverged_at[k]) is None else at,
         }
 
     def load(self, k: int, state: dict[str, Any]) -> None:
-        self.worlds.load(k, state["world"])
+        self.envs.load(k, state["world"])
         self.agents[k].load_state_dict(state["agent"])
         self.optimizers[k].load_state_dict(state["optimizer"])
         self.optimizers[k].counters.update(state["counters"])
@@ -226,7 +229,7 @@ class Algorithm:
 
 
 def check_alike(configs: Sequence[Config]) -> None:
-    """Agents that learn side by side do the same, with other numbers."""
+    """Raise a ValueError unless agents differ only in the settings of ``OWN``."""
     for config in configs[1:]:
         changed = {name: getattr(config, name) for name in OWN}
         if dataclasses.replace(configs[0], **changed) != config:
@@ -234,31 +237,33 @@ def check_alike(configs: Sequence[Config]) -> None:
 
 
 def optimizer_for(agent: Agent, config: Config) -> CurvatureOptimizer:
-    """One with a trust region for each network."""
-    kind = OPTIMIZERS[config.optimizer]
-    return kind.make(
+    """An optimizer with one parameter group, and so one trust region, for each network."""
+    spec = AGENT_OPTIMIZERS[config.optimizer]
+    optimizer = spec.make(
         [{"params": network.parameters()} for network in agent.networks.values()],
-        lr=config.step_size,
+        config.step_size,
         eps=config.eps,
-        trust_radius=config.trust_radius if kind.is_scaled else None,
+        trust_radius=config.trust_radius if spec.is_scaled else None,
         trust_region="group",
         on_nonfinite="skip",
     )
+    assert isinstance(optimizer, CurvatureOptimizer)
+    return optimizer
 
 
 def copies(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [tensor.detach().clone() for tensor in tensors]
 
 
-def state_of(optimizer: CurvatureOptimizer) -> tuple[list[dict[str, Tensor]], dict[str, Tensor], int]:
-    """Of each parameter, counters, and how many steps it has made."""
+def optimizer_state(optimizer: CurvatureOptimizer) -> tuple[list[dict[str, Tensor]], dict[str, Tensor], int]:
+    """A copy of the state of each parameter, of the counters, and the number of steps."""
     entries = [{name: entry.clone() for name, entry in optimizer.state[p].items()} for p in optimizer.parameters()]
     counters = {name: count.clone() for name, count in optimizer.counters.items()}
     return entries, counters, optimizer.param_groups[0]["step_count"]
 
 
-def take_back(optimizer: CurvatureOptimizer, state: tuple[list[dict[str, Tensor]], dict[str, Tensor], int]) -> None:
-    """In place, as it was; what has been added since is 0."""
+def restore_optimizer(optimizer: CurvatureOptimizer, state: tuple[list[dict[str, Tensor]], dict[str, Tensor], int]) -> None:
+    """Restore the state in place; entries that were added since become 0."""
     known, counters, taken = state
     for p, entries in zip(optimizer.parameters(), known, strict=True):
         for name, entry in optimizer.state[p].items():
@@ -269,15 +274,15 @@ def take_back(optimizer: CurvatureOptimizer, state: tuple[list[dict[str, Tensor]
         group["step_count"] = taken
 
 
-def agent_for(world: Worlds, config: Config, *, orthogonal: bool) -> Agent:
-    """Networks of the environment's sizes."""
-    wanted = "categorical" if world.is_discrete else "gaussian"
+def agent_for(env: VectorEnv, config: Config, *, orthogonal: bool) -> Agent:
+    """An agent whose networks fit the environment."""
+    wanted = "categorical" if env.is_discrete else "gaussian"
     if config.policy not in ("auto", wanted):
-        kind = "discrete" if world.is_discrete else "continuous"
+        kind = "discrete" if env.is_discrete else "continuous"
         raise ValueError(f"{config.env} has {kind} actions, for which policy={config.policy!r} is none; use {wanted!r} or 'auto'")
-    if world.is_discrete:
-        return Categorical(world.inputs, world.outputs, orthogonal=orthogonal)
-    return Gaussian(world.inputs, world.outputs, orthogonal=orthogonal, shared=config.protocol == "cleanrl")
+    if env.is_discrete:
+        return Categorical(env.inputs, env.outputs, orthogonal=orthogonal)
+    return Gaussian(env.inputs, env.outputs, orthogonal=orthogonal, shared=config.protocol == "cleanrl")
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float:

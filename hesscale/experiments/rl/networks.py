@@ -1,6 +1,6 @@
-"""Policies with their critic: tanh networks of their own for mean, variance and value, or for logits and value.
+"""Agents: a policy and its critic, with a separate tanh network for mean, variance and value, or for logits and value.
 
-Losses train each network by itself: that of the mean holds the variance fixed, and the other way round.
+Each network has its own loss: the loss of the mean holds the variance fixed, and the other way round.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ... import losses
 Array: TypeAlias = Any  # of numpy
 Outputs: TypeAlias = Mapping[str, Any]  # of networks by name: arrays or tensors
 
-LEAST_VARIANCE = 1e-16  # σ is at least 1e-8
+MIN_VARIANCE = 1e-16  # σ is at least 1e-8
 
 
 def network(inputs: int, widths: Sequence[int], outputs: int, *, orthogonal: bool, gain: float) -> nn.Sequential:
@@ -34,7 +34,7 @@ def network(inputs: int, widths: Sequence[int], outputs: int, *, orthogonal: boo
 
 
 class Shared(nn.Module):
-    """log σ² that is the same in all states, from a parameter log σ."""
+    """A log σ² that does not depend on the state, from a parameter log σ."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Shared(nn.Module):
 
 
 class Agent(nn.Module):
-    """A policy and its critic. Children are the networks, each of which is trained with a trust region of its own."""
+    """A policy and its critic. The children are its networks; each is trained with its own trust region."""
 
     critic: nn.Module
 
@@ -61,17 +61,17 @@ class Agent(nn.Module):
 
     @staticmethod
     def noise(draws: np.random.Generator, shape: tuple[int, ...]) -> Array:
-        """What :meth:`actions` makes actions of, for policies with so many outputs in the last dimension."""
+        """The noise from which :meth:`actions` draws; the last dimension is the number of the policy's outputs."""
         raise NotImplementedError
 
     @staticmethod
     def actions(outputs: Outputs, noise: Array) -> tuple[Array, Array]:
-        """Actions drawn from policies by the outputs of their networks, and rows that are finite where these are."""
+        """Actions drawn by the outputs of the policies' networks, and rows that are finite where those outputs are."""
         raise NotImplementedError
 
     @staticmethod
     def log_prob(outputs: Outputs, actions: Tensor) -> Tensor:
-        """log π(a|s), likewise."""
+        """log π(a|s) by the outputs of the networks."""
         raise NotImplementedError
 
     def policy_gradient(self, observations: Tensor, actions: Tensor, advantages: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ class Gaussian(Agent):
 
     def forward(self, observations: Tensor) -> tuple[Tensor, Tensor]:
         """μ and σ²."""
-        return self.mean(observations), self.variance(observations).exp().clamp(min=LEAST_VARIANCE)
+        return self.mean(observations), self.variance(observations).exp().clamp(min=MIN_VARIANCE)
 
     @staticmethod
     def noise(draws: np.random.Generator, shape: tuple[int, ...]) -> Array:
@@ -102,13 +102,13 @@ class Gaussian(Agent):
 
     @staticmethod
     def actions(outputs: Outputs, noise: Array) -> tuple[Array, Array]:
-        variance = np.maximum(np.exp(outputs["variance"]), np.float32(LEAST_VARIANCE))
+        variance = np.maximum(np.exp(outputs["variance"]), np.float32(MIN_VARIANCE))
         actions = outputs["mean"] + np.sqrt(variance) * noise
         return actions, actions
 
     @staticmethod
     def log_prob(outputs: Outputs, actions: Tensor) -> Tensor:
-        variance = outputs["variance"].exp().clamp(min=LEAST_VARIANCE)
+        variance = outputs["variance"].exp().clamp(min=MIN_VARIANCE)
         return losses.gaussian_log_prob(outputs["mean"], actions, variance=variance)
 
     def policy_gradient(self, observations: Tensor, actions: Tensor, advantages: Tensor) -> Tensor:
@@ -150,8 +150,8 @@ class Categorical(Agent):
         return losses.categorical_ppo(self.logits(observations), actions, advantages, old, clip=clip)
 
 
-def draws_of(seed: int) -> np.random.Generator:
-    """Random numbers for actions; gymnasium draws an environment's from ``default_rng(seed)``, and these must not be the same."""
+def action_generator(seed: int) -> np.random.Generator:
+    """The random numbers of actions, which must differ from the environment's: gymnasium's are ``default_rng(seed)``."""
     return np.random.default_rng([seed, 1])
 
 
@@ -159,7 +159,7 @@ Layers: TypeAlias = list[tuple[Tensor, Tensor]]  # weights (agents, outputs, inp
 
 
 class Column(NamedTuple):
-    """A layer of all agents."""
+    """One layer of all agents."""
 
     weights: list[Tensor]
     biases: list[Tensor]
@@ -169,28 +169,28 @@ class Column(NamedTuple):
         return biases if self.scale == 1 else self.scale * biases
 
 
-class Crew:
-    """Agents of one kind side by side: all networks of one name are evaluated at once.
+class AgentBatch:
+    """Agents of one kind whose networks are evaluated together, in batched matrix products.
 
-    Single observations are evaluated by numpy, which takes a sixth of torch's time for them.
+    Single observations are evaluated by numpy, which takes a sixth of torch's time.
     """
 
     def __init__(self, agents: Sequence[Agent]) -> None:
         self.kind = type(agents[0])
         self.columns = {name: columns_of([agent.networks[name] for agent in agents]) for name in agents[0].networks}
         self.parameters = [p for agent in agents for p in agent.parameters()]
-        self.viewed: list[int] = []  # where all parameters are, if what is here are views of them
-        self.look()
+        self.viewed: list[int] = []  # addresses of the parameters, if the stacked weights are views of them
+        self.refresh()
         self.outputs = next(iter(self.arrays.values()))[-1][1].shape[1]
 
     @torch.no_grad()
-    def look(self) -> None:
-        """See the weights as they are now. Of changes that come later, some may be seen at once: look again after each."""
+    def refresh(self) -> None:
+        """Take the weights as they are now. Call it after every change: stacked weights may be copies or views."""
         places = [p.data_ptr() for p in self.parameters]
         if places == self.viewed:
             return
         self.layers: dict[str, Layers] = {
-            name: [(side_by_side(c.weights), c.scaled(side_by_side(c.biases)[:, None])) for c in columns]
+            name: [(stack_or_view(c.weights), c.scaled(stack_or_view(c.biases)[:, None])) for c in columns]
             for name, columns in self.columns.items()
         }
         policy = {name: layers for name, layers in self.layers.items() if name != "critic"}
@@ -199,13 +199,13 @@ class Crew:
         self.viewed = places if firsts <= set(places) else []
 
     def noise(self, draws: np.random.Generator, count: int) -> Array:
-        """For so many actions of one agent."""
+        """The noise of ``count`` actions of one agent."""
         return self.kind.noise(draws, (count, self.outputs))
 
     def act(self, observations: Array, noise: Array) -> tuple[Array, Array]:
-        """An action of each agent for its observation, and rows that are finite where its networks' outputs are."""
+        """One action of each agent for its observation, and rows that are finite where its networks' outputs are."""
         outputs = {}
-        with np.errstate(all="ignore"):  # of those that diverged
+        with np.errstate(all="ignore"):  # agents that diverged overflow
             for name, layers in self.arrays.items():
                 x = observations[:, :, None]
                 for weight, bias in layers[:-1]:
@@ -223,8 +223,8 @@ class Crew:
         return self.kind.log_prob({name: evaluate(self.layers[name], observations) for name in self.arrays}, actions)
 
 
-def side_by_side(tensors: list[Tensor]) -> Tensor:
-    """All as one, with another first dimension: a view where they lie evenly in one memory, as those of an ensemble do."""
+def stack_or_view(tensors: list[Tensor]) -> Tensor:
+    """Stack tensors. The result is a view where they are evenly spaced in one storage, as those of an ensemble are."""
     first, last = tensors[0].detach(), tensors[-1]
     if len(tensors) == 1:
         return first[None]
@@ -235,7 +235,7 @@ def side_by_side(tensors: list[Tensor]) -> Tensor:
 
 
 def columns_of(networks: Sequence[nn.Module]) -> list[Column]:
-    """The layers of some networks. What is the same in all states has weights 0."""
+    """The layers of networks, one column for each. A network that ignores the state has weights 0."""
     shared = [network for network in networks if isinstance(network, Shared)]
     if shared:
         return [

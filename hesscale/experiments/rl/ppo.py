@@ -10,9 +10,9 @@ from torch import Tensor
 from ...losses import clipped_value_loss, value_loss
 from .config import Config
 from .learner import Algorithm, explained_variance
-from .networks import Agent, Crew
+from .networks import Agent, AgentBatch
 from .returns import gae
-from .wrappers import Rollout
+from .vector_env import Rollout
 
 
 class PPO(Algorithm):
@@ -47,7 +47,7 @@ class PPO(Algorithm):
         advantages = gae(rollout.rewards, values, next_values, over, rollout.ended, self.gamma, self.lam)
         observations, actions = torch.from_numpy(rollout.observations), torch.from_numpy(rollout.actions)
         known = [torch.from_numpy(array) for array in (advantages, advantages + values, values)]
-        old = self.crew.log_prob(observations, actions)
+        old = self.agent_batch.log_prob(observations, actions)
         self.batch = [observations, actions, known[0], known[1], old, known[2]]
         agents = torch.arange(len(self.agents))[:, None]
         for _ in range(self.epochs):
@@ -59,7 +59,7 @@ class PPO(Algorithm):
     def measure(self, k: int) -> dict[str, float]:
         observations, actions, advantages, returns, old, values = [tensor[k] for tensor in self.batch]
         agent = self.agents[k]
-        log_ratio = Crew([agent]).log_prob(observations[None], actions[None])[0] - old
+        log_ratio = AgentBatch([agent]).log_prob(observations[None], actions[None])[0] - old
         policy = agent.surrogate(observations, actions, standardised(advantages), old, self.clip)
         value = value_loss(agent.values(observations), returns, half=self.config.half_value_loss)
         return {

@@ -1,4 +1,4 @@
-"""What actions were worth. For values, an episode that was truncated goes on; one that terminated does not.
+"""Returns and advantages. A truncated episode counts as if it went on; a terminated one does not.
 
 All arrays are of shape (agents, steps).
 """

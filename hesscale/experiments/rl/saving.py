@@ -1,8 +1,8 @@
 """The state of an environment in the middle of an episode as plain data, which loads with ``weights_only=True``.
 
-Objects are never made from it, let alone code run: a fresh environment has them, and they are filled in place. The simulator of
-MuJoCo is one of them. What can be neither written down nor filled in is an error that names it. State that is not held in
-attributes (global variables, those of a class or of a closure) is not seen.
+Loading creates no objects and runs no code: a fresh environment has the objects, MuJoCo's simulator among them, and they are
+filled in place. What can be neither saved nor filled raises an error that names it. State outside of attributes (global
+variables, those of a class or of a closure) is not saved.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.spaces import Space
 from gymnasium.wrappers import PassiveEnvChecker
 
-from .simulation import can_sleep, is_mujoco, load_simulation, save_simulation
+from .mujoco_state import can_sleep, is_mujoco, load_simulation, save_simulation
 
 FORMAT = 1
 Array: TypeAlias = Any  # of numpy
@@ -34,7 +34,7 @@ HOW_IT_WAS_MADE |= {"_saved_kwargs", "_ezpickle_args", "_ezpickle_kwargs"}
 
 
 def snapshot(env: gymnasium.Env[Any, Any]) -> dict[str, Any]:
-    """All that an environment, with its wrappers, needs to go on from here.
+    """The state of an environment and its wrappers, from which :func:`restore` resumes.
 
     Raises:
         TypeError: if some of it cannot be saved.
@@ -43,7 +43,7 @@ def snapshot(env: gymnasium.Env[Any, Any]) -> dict[str, Any]:
 
 
 def restore(env: gymnasium.Env[Any, Any], saved: dict[str, Any]) -> None:
-    """Bring an environment that was just made and reset to where another one was, to the last bit.
+    """Restore a saved state, bit for bit, in an environment that was just made and reset.
 
     Raises:
         ValueError: if the saved state is of another environment.
@@ -96,8 +96,7 @@ class Saver:
 
     def save(self, value: Any, where: str = "", is_held: bool = False) -> Any:
         """``is_held``: in a list or the like, not in an attribute, so that a fresh environment may have none in its place."""
-        kind = type(value)
-        if kind in PLAIN:
+        if type(value) in PLAIN:
             return value
         if is_apart(value) and not is_held:
             return ["apart"]
@@ -105,11 +104,16 @@ class Saver:
             return ["constant", label(value)]
         if isinstance(value, np.generic) and not value.dtype.hasobject and not value.dtype.names:
             return ["scalar", *packed(np.asarray(value))]
-        if kind is tuple:
+        if type(value) is tuple:
             return ["tuple", self.save_all(value, where)]
         if id(value) in self.known:
             return ["same", self.known[id(value)][0]]
         self.known[id(value)] = len(self.known), value
+        return self.save_container(value, where) or self.save_object(value, where, is_held)
+
+    def save_container(self, value: Any, where: str) -> list[Any]:
+        """What Python and numpy keep values in; nothing for any other value."""
+        kind = type(value)
         if kind is list:
             return ["list", self.save_all(value, where)]
         if kind is deque:
@@ -119,7 +123,11 @@ class Saver:
         if kind is np.ndarray:
             self.check_memory(value, where)
             return ["array", *packed(value)]
-        if kind is np.random.Generator and type(value.bit_generator).__name__ in BIT_GENERATORS:
+        return []
+
+    def save_object(self, value: Any, where: str, is_held: bool) -> Any:
+        """What can only be filled in place."""
+        if type(value) is np.random.Generator and type(value.bit_generator).__name__ in BIT_GENERATORS:
             return ["generator", self.save(value.bit_generator.state, where, True)]
         if is_mujoco(value, "MjData") and not is_held:
             if can_sleep(value):
@@ -186,19 +194,23 @@ class Restorer:
                 self.known[number][self.load(key, None, where)] = self.load(entry, None, where)
         elif kind == "generator":
             self.known[number] = self.generator(content[0], current)
-        else:  # filled in place
+        else:
             expected = "mujoco._structs.MjData" if kind == "simulation" else content.pop(0)
             is_alike = type_name(current) == expected and id(current) not in self.filled
             self.known[number] = self.checked(current, is_alike, where, expected)
             self.filled.add(id(current))
-            if kind == "object":
-                self.load_object(current, where, *content)
-            elif not load_simulation(current, *content):
-                raise TypeError(
-                    f"{self.name} is not like the one that was saved: {readable(where)} has another model; either it is another "
-                    "version of MuJoCo or of the environment, or one that changes its model, which cannot be restored"
-                )
+            self.fill(kind, current, where, content)
         return self.known[number]
+
+    def fill(self, kind: str, current: Any, where: str, content: list[Any]) -> None:
+        """Bring an object of the environment, or its simulation, to where the saved one was."""
+        if kind == "object":
+            self.load_object(current, where, *content)
+        elif not load_simulation(current, *content):
+            raise TypeError(
+                f"{self.name} is not like the one that was saved: {readable(where)} has another model; either it is another "
+                "version of MuJoCo or of the environment, or one that changes its model, which cannot be restored"
+            )
 
     def checked(self, current: Any, is_alike: bool, where: str, expected: str) -> Any:
         if not is_alike:

@@ -1,1 +1,1 @@
-"""Image classification: DeepOBS's networks, data on the device with its augmentation, and many networks trained at once."""
+"""Image classification: DeepOBS's networks, data augmentation on the device, and training of many networks at once."""

@@ -1,50 +1,19 @@
-"""What decides one training: the settings of a network's run, and its optimizers by name."""
+"""The settings of one network's training."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
-from ...optim import BL89, GGNMC, AdaHesScale, AdaHesScaleGN, AdaHessian, Adam
-
-WARM_UP = 10  # Hessian diagonals averaged before weights move
-
-
-class Kind(NamedTuple):
-    label: str
-    make: Callable[..., torch.optim.Optimizer]
-    is_scaled: bool = False  # has a trust region
-
-
-OPTIMIZERS = {
-    "sgd": Kind("SGD", torch.optim.SGD),
-    "adam": Kind("Adam", torch.optim.Adam),
-    "adahessian": Kind("AdaHessian", AdaHessian),
-    "bl89": Kind("BL89", BL89),
-    "ggnmc": Kind("GGN-MC", functools.partial(GGNMC, per_sample=True)),
-    "ggnmc-batch": Kind("GGN-MC, batch", GGNMC),
-    "adahesscale": Kind("AdaHesScale", AdaHesScale),
-    "adahesscale-gn": Kind("AdaHesScaleGN", AdaHesScaleGN),
-    "adahessian-spatial": Kind("AdaHessian, averaged over kernels", functools.partial(AdaHessian, spatial_average=True)),
-    "adahessian-warm": Kind("AdaHessian, curvature warmed up", functools.partial(AdaHessian, curvature_warmup=WARM_UP)),
-    "adahesscale-warm": Kind("AdaHesScale, curvature warmed up", functools.partial(AdaHesScale, curvature_warmup=WARM_UP)),
-    "adahesscale-gn-warm": Kind("AdaHesScaleGN, curvature warmed up", functools.partial(AdaHesScaleGN, curvature_warmup=WARM_UP)),
-    "adahesscale-bf16": Kind("AdaHesScale, curvature in bf16", functools.partial(AdaHesScale, curvature_dtype=torch.bfloat16)),
-    "adahesscale-10th": Kind("AdaHesScale, curvature every 10th step", functools.partial(AdaHesScale, curvature_every=10)),
-    "scaled-adam": Kind("Scaled Adam", Adam, True),
-    "scaled-adahesscale": Kind("Scaled AdaHesScale", AdaHesScale, True),
-    "scaled-adahesscale-gn": Kind("Scaled AdaHesScaleGN", AdaHesScaleGN, True),
-}
+from ..optimizers import IMAGE_OPTIMIZERS
 
 
 @dataclass(frozen=True)
 class Task:
-    """One network trained."""
+    """One network to train."""
 
     problem: str
     dataset: str
@@ -52,7 +21,7 @@ class Task:
     step_size: float
     seed: int
     epochs: int
-    times: int  # as many epochs as that
+    times: int  # the number of epochs is multiplied by this
     batch: int
     activation: str
     padding: str
@@ -71,25 +40,26 @@ class Task:
 
     @property
     def label(self) -> str:
-        kind = OPTIMIZERS[self.optimizer]
+        spec = IMAGE_OPTIMIZERS[self.optimizer]
         longer = f", {self.times} times as long" if self.times > 1 else ""
-        return kind.label + (f", Δ = {self.trust_radius:g}" if kind.is_scaled else "") + longer
+        return spec.label + (f", Δ = {self.trust_radius:g}" if spec.is_scaled else "") + longer
 
 
-def companions(task: Task) -> Task:
-    """The same for tasks that can be done together: they may differ in their step sizes and seeds."""
+def group_key(task: Task) -> Task:
+    """Equal for tasks that can be done together: they may differ in step size and seed."""
     return replace(task, step_size=0.0, seed=0)
 
 
 def optimizer_of(task: Task, model: nn.Module) -> torch.optim.Optimizer:
-    kind = OPTIMIZERS[task.optimizer]
-    options: dict[str, Any] = {"lr": task.step_size}
+    spec = IMAGE_OPTIMIZERS[task.optimizer]
+    options: dict[str, Any] = {}
     if task.optimizer != "sgd":
         options["eps"] = task.eps
-    if kind.is_scaled:
+    if spec.is_scaled:
         options["trust_radius"] = task.trust_radius
     if not task.l2:
-        return kind.make(model.parameters(), **options)
+        return spec.make(model.parameters(), task.step_size, **options)
     weights = [p for p in model.parameters() if p.dim() > 1]
     biases = [p for p in model.parameters() if p.dim() == 1]
-    return kind.make([{"params": weights, "weight_decay": task.l2}, {"params": biases}], **options)
+    groups = [{"params": weights, "weight_decay": task.l2}, {"params": biases}]
+    return spec.make(groups, task.step_size, **options)

@@ -1,4 +1,4 @@
-"""Images on the device as bytes, and the batches of an epoch from them: shifted, flipped and recoloured, many at a time."""
+"""Images on the device as bytes, and augmented batches made from them: shifted, flipped and recoloured."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from ..lab.data import load
 from .problems import Problem
 
-MOST_VALIDATION = 10_000  # a fifth of the images for training, and no more than this
+MAX_VALIDATION = 10_000  # a fifth of the images for training, and no more than this
 PAD = 2
 BRIGHTNESS, CONTRAST, SATURATION = range(3)
 FACTORS = ((1 - 63 / 255, 1 + 63 / 255), (0.2, 1.8), (0.5, 1.5))  # of these, from and to
@@ -32,9 +32,9 @@ class Split(NamedTuple):
 
 
 class Images(NamedTuple):
-    """A data set on a device, in splits that share no number of an image and are the same whatever the seed.
+    """A data set on a device, in disjoint splits that do not depend on the seed.
 
-    (Some pictures of CIFAR-100 come twice, under different numbers.)
+    (CIFAR-100 has some pictures twice, so a picture may still be in two splits.)
 
     Attributes:
         train: what batches are drawn from.
@@ -72,7 +72,7 @@ def load_images(problem: Problem, root: Path | None, device: torch.device) -> Im
 
     count = len(dataset.train_labels)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(0), device="cpu")
-    held_out, kept = order.tensor_split([min(count // 5, MOST_VALIDATION)])
+    held_out, kept = order.tensor_split([min(count // 5, MAX_VALIDATION)])
     train, validation = (split(dataset.train_images[part], dataset.train_labels[part]) for part in (kept, held_out))
     mean, std = (torch.tensor(values, device=device)[:, None, None] for values in (problem.mean, problem.std))
     test = split(dataset.test_images, dataset.test_labels)
@@ -92,7 +92,7 @@ class Draws(NamedTuple):
 
 
 def draw(count: int, batch: int, seed: int, epoch: int) -> Draws:
-    """By seed and epoch alone, whatever the device and however often interrupted. The last batch is left out if it is smaller."""
+    """The draws of an epoch, which depend on seed and epoch alone. A last batch that is smaller is left out."""
     generator = torch.Generator().manual_seed(number_of("images", seed, epoch))
     steps = count // batch
     image = torch.randperm(count, generator=generator, device="cpu")[: steps * batch].view(steps, batch)
@@ -121,7 +121,7 @@ def augmented(padded: Tensor, draws: Draws, scale: int) -> Tensor:
 
 @functools.lru_cache
 def constants(device: torch.device) -> tuple[Tensor, Tensor]:
-    """What is kept on the device, for which a copy would have to wait."""
+    """Constants on the device; to copy them each time would stall it."""
     return torch.tensor(FACTORS, device=device).T, torch.tensor(ORDERS, device=device)
 
 

@@ -1,4 +1,4 @@
-"""Networks that train together, each as if alone: epochs without a look at the device, evaluation, and what is saved."""
+"""Networks that train together, each as if alone: epochs without synchronization, evaluation, and checkpoints."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ...optim import CurvatureOptimizer
 from .images import UNIFORM, Draws, Images, Split, augmented
 
 PRECISIONS = ("float32", "tf32", "bf16")
-WARM_UP = 4  # steps until one runs as all later ones do: in eager mode, compiled, captured
-AT_ONCE = 8192  # images that are made ready at once
+WARM_UP = 4  # steps until one runs as all later ones do: eager, compiled, captured
+AT_ONCE = 8192  # images that are augmented at once
 EVALUATED_AT_ONCE = 2000
 
 
 class Epoch(NamedTuple):
-    """What an epoch gave: the mean loss of each member's batches, and seconds, of all members and of their steps alone."""
+    """The mean loss of each member in an epoch, the seconds of the epoch, and the seconds of its steps alone."""
 
     losses: list[float]
     seconds: float
@@ -37,7 +37,7 @@ class Measured(NamedTuple):
 class Members:
     """Networks of one architecture with optimizers of one kind.
 
-    After :meth:`warm_up` every step runs in the same way, so that training can go on from a saved state to the same numbers.
+    After :meth:`warm_up` all steps run the same code, so that training resumed from a saved state gives the same numbers.
 
     Args:
         models, optimizers: one per member, on the device of ``images``.
@@ -75,9 +75,8 @@ class Members:
         return len(self.images.train.labels) // self.batch
 
     def warm_up(self) -> None:
-        """Compile the step by taking some, each from the beginning: what it becomes is compared where numbers are sound."""
-        some = torch.arange(self.batch, device=self.device).expand(1, len(self.models), self.batch)
-        x, y = self.batches(Draws(some, torch.zeros(*some.shape, UNIFORM, device=self.device)))
+        """Compile the step by taking some steps, each from the initial weights, and take them back."""
+        x, y = self.first_batch()
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups if "step_count" in group]
         kinds = min(getattr(self.optimizers[0], "curvature_every", 1), 2)  # of steps: with curvature, and without
         with self.running():
@@ -85,12 +84,18 @@ class Members:
                 for count in range(kind + 1):
                     for group in groups:
                         group["step_count"] = count
-                    self.step(x[0], y[0])
+                    self.step(x, y)
                 for k in range(len(self.models)):
                     self.load(k, None)
 
+    def first_batch(self) -> tuple[Tensor, Tensor]:
+        """The first images, the same for all members."""
+        first = torch.arange(self.batch, device=self.device).expand(1, len(self.models), self.batch)
+        x, y = self.batches(Draws(first, torch.zeros(*first.shape, UNIFORM, device=self.device)))
+        return x[0], y[0]
+
     def train(self, draws: Sequence[Draws]) -> Callable[[], Epoch]:
-        """Begin an epoch, of one draw per member; what comes back waits for its end, where alone the device is looked at."""
+        """Start an epoch with one draw per member. Returns a function that waits for its end and returns the result."""
         clock, total = Clock(self.device), torch.zeros(len(self.models), device=self.device)
         begun = clock.now()
         stacked = Draws(*[torch.stack(parts, 1).to(self.device, non_blocking=True) for parts in zip(*draws, strict=True)])
@@ -141,13 +146,13 @@ class Members:
         return total
 
     def state(self, k: int) -> dict[str, Any]:
-        """All that a member's next epochs depend on, in memory of its own."""
+        """A copy of all that a member's next epochs depend on."""
         return {name: [own(tensor) for tensor in tensors] for name, tensors in self.parts(k).items()} | {
             "step_counts": [group.get("step_count", 0) for group in self.optimizers[k].param_groups]
         }
 
     def load(self, k: int, state: dict[str, Any] | None) -> None:
-        """Go on from a saved state, or from the beginning. Tensors stay where they are, as does the compiled step."""
+        """Load a saved state, or the initial one, in place: the compiled step keeps its tensors."""
         optimizer = self.optimizers[k]
         for name, tensors in self.parts(k).items():
             saved = state[name] if state else self.initial[k] if name == "parameters" else [0.0] * len(tensors)
@@ -172,7 +177,7 @@ class Members:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """In the precision asked for, with cuDNN's fastest algorithms."""
+        """Use the precision asked for, and cuDNN's fastest algorithms."""
         cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
         before = cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32
         cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32 = True, *[self.precision != "float32"] * 2
@@ -184,7 +189,7 @@ class Members:
 
 
 class Clock:
-    """Seconds: of the processor on a CPU, which other processes may use too, and on the wall where there is a GPU."""
+    """Seconds: process time on a CPU, which other processes may use too, and wall time on a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.is_gpu = device.type == "cuda"
@@ -192,7 +197,7 @@ class Clock:
         self.marks: list[Any] = []
 
     def mark(self) -> None:
-        """Note the time at which the device comes here: the beginning of a stretch, or its end."""
+        """Record the time at which the device gets here: the beginning of an interval, or its end."""
         if self.is_gpu:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -201,7 +206,7 @@ class Clock:
             self.marks.append(self.now())
 
     def marked(self) -> float:
-        """In all stretches; the device must have passed their ends."""
+        """The seconds of all intervals; the device must have passed their ends."""
         pairs = list(zip(self.marks[::2], self.marks[1::2], strict=True))
         return float(sum(begin.elapsed_time(end) / 1000 if self.is_gpu else end - begin for begin, end in pairs))
 

@@ -1,4 +1,4 @@
-"""What is learned: a data set and a network, as DeepOBS (Schneider, Balles & Hennig 2019) has them in PyTorch, with ELU."""
+"""Problems: a data set and a network, as in DeepOBS (Schneider, Balles & Hennig 2019) for PyTorch, with ELU."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class Problem:
     std: tuple[float, ...] = (1.0,)
 
     def network(self, classes: int, seed: int, activation: str = "elu", padding: str = "deepobs") -> nn.Sequential:
-        """It, initialized by ``seed`` alone."""
+        """The network, whose initial weights depend on ``seed`` alone."""
         with seeded(seed):
             return self.build(classes, ACTIVATIONS[activation], padding)
 
 
 class Mean(nn.Module):
-    """Over rows and columns, as a matrix product: Gauss-Newton methods take what comes out for the network's outputs."""
+    """The mean over rows and columns as a matrix product, whose result Gauss-Newton methods take for the network's outputs."""
 
     def __init__(self, channels: int, pixels: int) -> None:
         super().__init__()
@@ -57,8 +57,10 @@ class Mean(nn.Module):
         return F.linear(x.flatten(1), self.weight)
 
 
-def three_c_three_d(classes: int, activation: type[nn.Module], padding: str) -> nn.Sequential:
-    """3C3D. Without padding, as in the authors' code, the last convolution leaves a single pixel and 128 numbers.
+def three_c_three_d(classes: int = 100, activation: type[nn.Module] = nn.ELU, padding: str = "deepobs") -> nn.Sequential:
+    """3C3D, with torch's own initialization: three convolutions and three dense layers for images of 32 × 32.
+
+    Without padding, as in the authors' code, the last convolution leaves a single pixel and 128 numbers.
 
     Pools in ceil mode ignore what is beyond the margin. DeepOBS in PyTorch has zeros there, which is the same after ReLU; after
     ELU a zero may be the largest of its window.
@@ -68,14 +70,17 @@ def three_c_three_d(classes: int, activation: type[nn.Module], padding: str) -> 
     def pool() -> nn.Module:
         return nn.MaxPool2d(3, stride=2, ceil_mode=is_padded)
 
-    model = nn.Sequential(
+    return nn.Sequential(
         *(nn.Conv2d(3, 64, 5), activation(), pool()),
         *(nn.Conv2d(64, 96, 3), activation(), pool()),
         *(nn.Conv2d(96, 128, 3, padding=int(is_padded)), activation(), pool()),
         *(nn.Flatten(), nn.Linear(1152 if is_padded else 128, 512), activation()),
         *(nn.Linear(512, 256), activation(), nn.Linear(256, classes)),
     )
-    return initialized(model, bias=0.0)
+
+
+def deepobs_3c3d(classes: int, activation: type[nn.Module], padding: str) -> nn.Sequential:
+    return initialized(three_c_three_d(classes, activation, padding), bias=0.0)
 
 
 def all_cnn_c(classes: int, activation: type[nn.Module], padding: str) -> nn.Sequential:
@@ -136,7 +141,7 @@ CIFAR100 = {
     "std": (0.26733429, 0.25643846, 0.27615047),
 }
 PROBLEMS = {
-    "cifar100-3c3d": Problem("3C3D", "cifar100", three_c_three_d, 200, 128, **CIFAR100),  # type: ignore[arg-type]
+    "cifar100-3c3d": Problem("3C3D", "cifar100", deepobs_3c3d, 200, 128, **CIFAR100),  # type: ignore[arg-type]
     "cifar100-allcnnc": Problem("All-CNN-C", "cifar100", all_cnn_c, 350, 256, **CIFAR100),  # type: ignore[arg-type]
     "mnist-mlp": Problem("MLP 1000-500-100", "mnist", mnist_mlp, 100, 128),
     "digits-mlp": Problem("MLP 64-64", "digits", digits_mlp, 30, 32),

@@ -1,4 +1,4 @@
-"""Networks of several tasks trained at once, each with a run of its own: metrics, checkpoints, divergence as a result."""
+"""Training of the networks of several tasks at once, each with its own run: metrics, checkpoints, and divergence."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..lab.store import Pause, Run, seeded
-from .config import Task, companions, optimizer_of
+from .config import Task, group_key, optimizer_of
 from .images import Draws, Images, draw, load_images, number_of
 from .members import Epoch, Measured, Members
 from .problems import PROBLEMS
@@ -28,10 +28,10 @@ def run(task: Task, run: Run, data: Path | None) -> Mapping[str, Any]:
 def run_together(tasks: Sequence[Task], runs: Sequence[Run], data: Path | None) -> list[Mapping[str, Any]]:
     """Train the networks of several tasks, which differ in step size and seed alone, in one compiled step.
 
-    Each learns as it would alone, but for random numbers that are drawn within steps: dropout, GGN-MC's and AdaHessian's. Those
-    that were interrupted after different epochs train apart.
+    Each learns what it would learn alone, except that random numbers drawn within steps differ (dropout, GGN-MC, AdaHessian).
+    Tasks that were interrupted after different epochs train separately.
     """
-    if len({companions(task) for task in tasks}) > 1:
+    if len({group_key(task) for task in tasks}) > 1:
         raise ValueError("networks can only train together if their tasks differ in nothing but step size and seed")
     epochs = [run.state["epoch"] if run.state else 0 for run in runs]
     values: dict[int, Mapping[str, Any]] = {}
@@ -72,7 +72,7 @@ class Progress:
         return sum(self.epoch_seconds)
 
     def add(self, epoch: int, done: Epoch, k: int, together: int, noted: dict[str, float], steps: int) -> None:
-        """Take note of what an epoch of so many steps gave network ``k``."""
+        """Add an epoch of network ``k``, which had so many steps."""
         self.epoch_seconds.append(done.seconds / together)
         self.at_once.append(together)
         self.step_seconds += done.step_seconds / together
@@ -94,7 +94,7 @@ class Progress:
 
 
 def train(tasks: Sequence[Task], runs: Sequence[Run], images: Images, epoch: int) -> list[dict[str, Any]]:
-    """From an epoch on; a network that diverged is trained no more."""
+    """Train from an epoch on; a network that diverged is not trained any further."""
     members = members_of(tasks, images)
     members.warm_up()
     states = [run.state for run in runs if run.state]
@@ -159,7 +159,7 @@ def log(
     epoch: int,
     losses: Sequence[float] = (),
 ) -> dict[int, dict[str, Measured]]:
-    """Evaluate those that have not diverged, and see whether that is still so."""
+    """Evaluate and log the networks that have not diverged; one whose loss is not finite now has."""
     found = dict(zip(alive, members.evaluate(alive), strict=True))
     for k, measured in found.items():
         if not all(math.isfinite(part.loss) for part in measured.values()):
@@ -183,7 +183,7 @@ def noted(members: Members, k: int) -> dict[str, float]:
 
 
 def save(members: Members, runs: Sequence[Run], progress: Sequence[Progress], epoch: int) -> None:
-    """Checkpoints of all, before any of them says that it is time to stop."""
+    """Write all checkpoints before a :class:`Pause` of any of them is raised."""
     pause: Pause | None = None
     for k, run in enumerate(runs):
         try:

@@ -13,8 +13,8 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from .files import write_whole
-from .marks import Mark, as_array, check, few_values, limits, marks
 from .plots import Heat, Plot
+from .series_layout import DrawnSeries, as_array, check, few_values, lay_out, limits
 
 SYMBOLS = "os^DvPX<>p"
 MANY = 40  # points of a line, from which on it has no symbols
@@ -34,20 +34,25 @@ STYLE: Any = {
 }
 
 
-def save_figure(item: Plot | Heat, stem: Path, colours: Mapping[str, str] | None = None) -> list[Path]:
+UNWANTED = {"png": ["Software"], "svg": ["Date", "Creator"]}  # metadata that differ although the numbers are the same
+
+
+def save_figure(
+    item: Plot | Heat, stem: Path, colours: Mapping[str, str] | None = None, kinds: Sequence[str] = ("png", "svg")
+) -> list[Path]:
     """Write ``stem``.png and ``stem``.svg, the same bytes for the same numbers."""
     check(item)
-    paths = [stem.with_name(f"{stem.name}.{kind}") for kind in ("png", "svg")]
+    paths = [stem.with_name(f"{stem.name}.{kind}") for kind in kinds]
     with matplotlib.rc_context(STYLE):
         figure = draw_heat(item) if isinstance(item, Heat) else draw_plot(item, colours)
-        for path, unwanted in zip(paths, (["Software"], ["Date", "Creator"]), strict=True):
-            metadata = dict.fromkeys(unwanted)
-            write_whole(path, partial(figure.savefig, format=path.suffix[1:], dpi=160, metadata=metadata))
+        for kind, path in zip(kinds, paths, strict=True):
+            metadata = dict.fromkeys(UNWANTED[kind])
+            write_whole(path, partial(figure.savefig, format=kind, dpi=160, metadata=metadata))
     return paths
 
 
 def draw_plot(plot: Plot, colours: Mapping[str, str] | None) -> Figure:
-    drawn, _ = marks(plot, colours)
+    drawn, _ = lay_out(plot, colours)
     slot = min((mark.width for mark in drawn), default=1.0)
     width = 2.5 + len(plot.categories) * max(0.75, 0.2 / slot)
     figure = Figure(figsize=(min(11.0, max(6.4, width)), 4.1), layout="constrained")
@@ -74,7 +79,7 @@ def draw_plot(plot: Plot, colours: Mapping[str, str] | None) -> Figure:
     return figure
 
 
-def draw_mark(axes: Any, mark: Mark) -> None:
+def draw_mark(axes: Any, mark: DrawnSeries) -> None:
     if mark.kind == "line":
         symbol = SYMBOLS[mark.number % len(SYMBOLS)] if len(mark.x) < MANY else ""
         style = "--" if mark.dashed else "-"
@@ -85,14 +90,16 @@ def draw_mark(axes: Any, mark: Mark) -> None:
     if mark.kind == "bars":
         axes.bar(mark.x, mark.y, mark.width, color=mark.colour)
     else:
-        axes.scatter(mark.x, mark.y, s=11, color=mark.colour, alpha=0.6, linewidths=0, zorder=3)
+        look = {"s": 11, "alpha": 0.6} if mark.low is None else {"s": 26}  # a cloud, or points with whiskers
+        axes.scatter(mark.x, mark.y, color=mark.colour, linewidths=0, zorder=3, **look)
     if mark.low is not None:
-        axes.vlines(mark.x, mark.low, mark.high, color="#222222", linewidth=1.1, zorder=4)
+        colour = "#222222" if mark.kind == "bars" else mark.colour
+        axes.vlines(mark.x, mark.low, mark.high, color=colour, linewidth=1.1, zorder=4)
     for left, right, y in mark.medians:
         axes.plot((left, right), (y, y), color="#222222", linewidth=1.6, solid_capstyle="butt", zorder=5)
 
 
-def handle(mark: Mark) -> Line2D:
+def handle(mark: DrawnSeries) -> Line2D:
     """What stands for a mark in the legend."""
     if mark.kind != "line":
         return Line2D([], [], linestyle="", marker="s" if mark.kind == "bars" else "o", color=mark.colour)

@@ -1,4 +1,4 @@
-"""Many environments of the same name on one core: gymnasium's numbers to the last bit, at close to the simulator's own pace."""
+"""Many environments of the same name on one core: gymnasium's numbers bit for bit, at nearly the simulator's own speed."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ except ModuleNotFoundError:
 import numpy as np
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
+from .mujoco_envs import ROBOTS
 from .networks import Array
-from .robots import ROBOTS
 
 
 class Environments:
-    """Any environments, by their own ``reset`` and ``step``; observations are rows of float64."""
+    """Any environments, stepped by their own ``reset`` and ``step``; observations are rows of float64."""
 
     def __init__(self, envs: Sequence[Any]) -> None:
         self.envs = list(envs)
@@ -42,10 +42,10 @@ class Environments:
 
 
 class MuJoCo(Environments):
-    """Gymnasium's ten v5 robots: each simulator steps by itself, observations and rewards are made for all of them at once.
+    """Gymnasium's ten v5 robots: simulators step one by one, observations and rewards are computed for all at once.
 
     An environment's own state (simulator, random numbers, elapsed steps) is what it would be after ``step``, so that it can be
-    saved, rendered or stepped by others in between. What ``step`` keeps beyond that is made anew where this is unpickled.
+    saved, rendered or stepped by others in between. Everything else that ``step`` keeps is rebuilt when this is unpickled.
     """
 
     def __init__(self, envs: Sequence[Any]) -> None:

@@ -1,4 +1,4 @@
-"""The database of a run: facts, metrics and results. What is torn or foreign is found out, and named."""
+"""The SQLite database of a run: facts, metrics and results. Files that are damaged or not ours raise DamagedRun."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Metrics = dict[str, list[tuple[int, float]]]
 
 
 class DamagedRun(Exception):
-    """A file of a run is torn, or is not one of ours."""
+    """A file of a run is damaged, or is not one of ours."""
 
 
 def new_database(path: Path, facts: Mapping[str, Any]) -> None:
@@ -62,7 +62,7 @@ def connect(directory: Path) -> sqlite3.Connection:
 
 @contextmanager
 def reading(path: Path, remedy: str = "remove the directory to begin this run again") -> Iterator[None]:
-    """Errors that say which file it is; what the system or another process forbids for now is no damage."""
+    """Raise DamagedRun with the file's name. The remedy is left out if the file is only locked or unreadable for now."""
     try:
         yield
     except (sqlite3.DatabaseError, ValueError, TypeError, KeyError) as error:
@@ -80,7 +80,7 @@ def write_facts(database: sqlite3.Connection, facts: Mapping[str, Any]) -> None:
 
 
 def as_row(step: int, name: str, value: float) -> Row:
-    """As SQLite gives it back: it knows no nan and no −0."""
+    """A row as SQLite returns it; SQLite has neither nan nor −0."""
     number = float(value) + 0.0
     return operator.index(step), name, None if math.isnan(number) else number
 

@@ -1,6 +1,6 @@
-"""Gymnasium's ten v5 robots, many of each at once: what they observe and how they are rewarded, to the last bit.
+"""Observations and rewards of gymnasium's ten v5 robots, for many environments at once, bit for bit.
 
-Sums, powers and types are formed in the order and the precision that gymnasium forms them in for one.
+Sums, powers and types have the order and the precision that they have in gymnasium for one environment.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from .networks import Array
 
 
 class Robot:
-    """What an environment reads from its simulator, and what it makes of that; weights and ranges are the environment's own.
+    """What an environment reads from its simulator, and the observations and rewards it computes from that.
 
-    ``was`` and ``now`` are rows of what :meth:`before` and :meth:`after` view, one row per environment.
+    ``was`` and ``now`` hold what :meth:`before` and :meth:`after` view, one row per environment.
     """
 
     skipped = 1  # entries of qpos that observations leave out

@@ -1,4 +1,4 @@
-"""A simulation of MuJoCo as two rows of numbers: its state, and what the last step left behind."""
+"""The state of a MuJoCo simulation as two arrays: MuJoCo's own state, and the values derived in the last step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def is_mujoco(value: Any, name: str) -> bool:
 
 
 def can_sleep(data: Any) -> bool:
-    """Whether bodies may fall asleep; which ones do is no part of the state that MuJoCo hands out."""
+    """Whether bodies may fall asleep. MuJoCo's state does not say which ones do."""
     import mujoco
 
     return bool(data.model.opt.enableflags & int(getattr(mujoco.mjtEnableBit, "mjENBL_SLEEP", 0)))
@@ -53,10 +53,10 @@ def load_simulation(data: Any, model: str, state: Tensor, names: list[str], valu
 
 
 def derived(data: Any) -> dict[str, Array]:
-    """Positions, forces and so on of the last step, which rewards may be made of before the next; ``mj_forward`` would give
-    others, since a step computes them before it moves on.
+    """Positions, forces and other values of the last step, which rewards may depend on before the next step.
 
-    Those of contacts and constraints are not among them: their memory comes with each step.
+    ``mj_forward`` would give other values, since a step computes them before it moves on. Values of contacts and constraints are
+    not included: their memory is allocated in each step.
     """
     import mujoco
 

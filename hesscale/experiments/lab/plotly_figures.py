@@ -12,9 +12,9 @@ import matplotlib
 import numpy as np
 from matplotlib.colors import to_hex, to_rgb
 
-from .drawing import MANY
-from .marks import Array, Mark, as_array, check, few_values, limits, marks
+from .matplotlib_files import MANY
 from .plots import Heat, Plot
+from .series_layout import Array, DrawnSeries, as_array, check, few_values, lay_out, limits
 
 DIGITS = 5
 INK, GRID = "#444444", "#e4e4e4"
@@ -41,7 +41,7 @@ def figures(item: Plot | Heat, colours: Mapping[str, str] | None = None) -> list
 
 
 def plot_figure(plot: Plot, colours: Mapping[str, str] | None) -> Figure:
-    drawn, _ = marks(plot, colours)
+    drawn, _ = lay_out(plot, colours)
     x_axis = axis(plot.x_label, [mark.x for mark in drawn] if plot.log_x else None)
     y_axis = axis(plot.y_label, [mark.y for mark in drawn] if plot.log_y else None)
     if plot.categories:
@@ -63,7 +63,7 @@ def plot_figure(plot: Plot, colours: Mapping[str, str] | None) -> Figure:
     return {"data": [trace for mark in drawn for trace in traces(mark, bool(plot.categories))], "layout": layout}
 
 
-def traces(mark: Mark, has_categories: bool) -> list[Figure]:
+def traces(mark: DrawnSeries, has_categories: bool) -> list[Figure]:
     """A mark and what belongs to it, all of one name."""
     name = text(mark.label)
     silent: Figure = {"name": name, "type": "scatter", "mode": "lines", "hoverinfo": "skip"}

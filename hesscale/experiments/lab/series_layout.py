@@ -1,4 +1,4 @@
-"""A plot's series made ready to draw, the same for files and the page: colours, places in categories, what cannot be shown."""
+"""The layout of a plot's series, shared by files and the page: colours, positions within categories, points to leave out."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Array = Any  # of numpy, of float64
 
 
 @dataclass
-class Mark:
-    """A series as it is drawn: numbers that cannot be shown are left out, or nan along a line and its band."""
+class DrawnSeries:
+    """A series ready to draw. Points that cannot be shown are left out, or are nan along a line and its band."""
 
     label: str
     kind: str
@@ -36,14 +36,14 @@ class Mark:
     medians: list[tuple[float, float, float]] = field(default_factory=list)  # of clouds: from x, to x, y
 
 
-def marks(plot: Plot, colours: Mapping[str, str] | None = None) -> tuple[list[Mark], str]:
-    """What to draw, and a sentence about what could not be."""
+def lay_out(plot: Plot, colours: Mapping[str, str] | None = None) -> tuple[list[DrawnSeries], str]:
+    """The series to draw, and a sentence about points that cannot be shown."""
     check(plot)
     colours = palette([plot]) if colours is None else colours
     labels = list(dict.fromkeys(series.label for series in plot.series))
     places, width = slots(plot)
     floor = smallest_positive(plot)
-    drawn: list[Mark] = []
+    drawn: list[DrawnSeries] = []
     hidden = total = 0
     for series in plot.series:
         x, y = as_array(series.x), as_array(series.y)
@@ -59,7 +59,7 @@ def marks(plot: Plot, colours: Mapping[str, str] | None = None) -> tuple[list[Ma
             x, y = x[shown], y[shown]
             low, high = (None if ends is None else ends[shown] for ends in (low, high))
         is_first = all(mark.label != series.label for mark in drawn)
-        mark = Mark(
+        mark = DrawnSeries(
             label=series.label,
             kind=series.kind,
             colour=to_hex(series.colour or colours[series.label]),
@@ -88,13 +88,13 @@ def palette(plots: Sequence[Plot]) -> dict[str, str]:
 
 
 def has_legend(plot: Plot) -> bool:
-    """Not where it would say what the axis says."""
+    """A legend is left out where it would repeat the axis."""
     labels = {series.label for series in plot.series}
     return len(labels) > 1 and not labels <= set(plot.categories)
 
 
 def check(item: Plot | Heat | Table) -> None:
-    """ValueError for what cannot be drawn."""
+    """Raise a ValueError for what cannot be drawn."""
     if isinstance(item, Table):
         if any(len(row) != len(item.header) for row in item.rows):
             raise ValueError(f"table {item.name}: every row needs {len(item.header)} cells, as the header has")
@@ -129,7 +129,7 @@ def is_cloud(plot: Plot, series: Series) -> bool:
 
 
 def slots(plot: Plot) -> tuple[dict[str, float], float]:
-    """Where labels that share an x stand, as offsets from it, and how wide each may be."""
+    """The offsets of labels that share an x, and the width of each."""
     beside = [series for series in plot.series if series.kind == "bars" or is_cloud(plot, series)]
     labels = list(dict.fromkeys(series.label for series in beside))
     at: dict[float, set[str]] = {}
@@ -146,7 +146,7 @@ def slots(plot: Plot) -> tuple[dict[str, float], float]:
     return {series.label: places.get(series.label, 0.0) for series in plot.series}, 0.9 * width
 
 
-def spread(mark: Mark, offset: float) -> None:
+def spread(mark: DrawnSeries, offset: float) -> None:
     """Spread clouds over the width of their slots, evenly and always in the same way."""
     x = mark.x + offset
     for category in np.unique(mark.x):
@@ -160,14 +160,14 @@ def spread(mark: Mark, offset: float) -> None:
 
 
 def smallest_positive(plot: Plot) -> float:
-    """Where whatever reaches zero ends on a logarithmic axis."""
+    """The smallest positive number, at which bars and bands end on a logarithmic axis."""
     found = [values for series in plot.series for values in (series.y, series.low, series.high) if values is not None]
     numbers = np.concatenate([as_array(values) for values in found] or [as_array([])])
     return float(min(numbers[np.isfinite(numbers) & (numbers > 0)], default=1.0))
 
 
 def few_values(plot: Plot) -> list[float]:
-    """The places of a logarithmic x axis, if few enough to name each."""
+    """The values along a logarithmic x axis, if there are few enough to label each."""
     found = {x for series in plot.series for x in as_array(series.x).tolist() if x > 0 and np.isfinite(x)}
     return sorted(found) if plot.log_x and len(found) <= 10 else []
 

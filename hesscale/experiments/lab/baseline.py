@@ -1,4 +1,7 @@
-"""What an earlier report showed, beside what runs show now: its summary outlasts the runs that it was made of."""
+"""An earlier report as a baseline: its series and rows are shown beside those of the runs.
+
+Only its ``summary.json`` is needed, not the runs that it was made from.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from matplotlib.colors import is_color_like
 
-from .interactive import numbers
-from .marks import KINDS, as_array
+from .plotly_figures import numbers
 from .plots import Plot, Section, Series, Table
+from .series_layout import KINDS, as_array
 
 if TYPE_CHECKING:
     from .report import Account
@@ -27,7 +30,7 @@ def summary_file(path: Path) -> Path:
 
 
 def read_summary(path: Path) -> dict[str, Facts]:
-    """By experiment, of a report's folder or its ``summary.json``."""
+    """The summary of a report by experiment, from its folder or its ``summary.json``."""
     file = summary_file(path)
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
@@ -47,7 +50,7 @@ def read_summary(path: Path) -> dict[str, Facts]:
 
 
 def check_facts(facts: Facts) -> None:
-    """How something was made: text, and settings of text."""
+    """Check that the facts on how a report was made are texts."""
     expect(isinstance(facts["command"], str), "its command is no text")
     expect(all(isinstance(facts.get(name, ""), str) for name in FACTS if name != "settings"), "a fact is no text")
     expect(all(isinstance(value, str) for value in facts.get("settings", {}).values()), "a setting is no text")
@@ -72,10 +75,10 @@ def expect(is_so: bool, otherwise: str) -> None:
         raise ValueError(otherwise)
 
 
-def set_beside(account: Account, summary: Facts) -> None:
-    """Add series and rows to plots and tables of the same name, unless they are there; those of other runs are called earlier.
+def add_baseline(account: Account, summary: Facts) -> None:
+    """Add the series and rows of a summary to plots and tables of the same name, unless they are there already.
 
-    Heat maps, of whose numbers a summary has little, stay as they are.
+    Labels of runs with other settings get the suffix "earlier". Heat maps stay as they are, since a summary lacks their numbers.
     """
     shown = summary["shown"]
     kinds = {Plot: "series", Table: "rows"}
@@ -92,21 +95,21 @@ def set_beside(account: Account, summary: Facts) -> None:
             add_rows(item, shown[item.name], names)
     before = [{name: summary[name] for name in FACTS if name in summary}, *summary.get("earlier", [])]
     own = {"command": account.command, "settings": account.settings, **account.made}
-    account.earlier += [facts for facts in before if facts != own]
+    account.baselines += [facts for facts in before if facts != own]
     for section in account.sections:
         if any(item is other for item in section.items for other in items):
             say(section, account)
 
 
 def say(section: Section, account: Account) -> None:
-    """What a section has of others, where it is read first."""
-    others = [text for facts in account.earlier if (text := differences(account, facts))]
-    if account.earlier:
+    """Say at the top of a section that it shows earlier reports too, and how their settings differ."""
+    others = [text for facts in account.baselines if (text := differences(account, facts))]
+    if account.baselines:
         section.text = " ".join(["Beside these runs, those of earlier reports.", *others, section.text])
 
 
 def differences(account: Account, earlier: Facts) -> str:
-    """Settings of what is shown beside it that are not those of the account, in words."""
+    """The settings in which a baseline differs from the runs, in words."""
     there, found = earlier.get("settings", {}), []
     for name in dict.fromkeys([*account.settings, *there]):
         own, other = (settings.get(name, "not known") for settings in (account.settings, there))
@@ -130,7 +133,7 @@ def is_other(here: Mapping[str, str], there: Mapping[str, str]) -> bool:
 
 
 def renamed(labels: Sequence[str], here: set[str], is_other: bool) -> dict[str, str]:
-    """What to call those of a summary, so that each is told from those that are here and from the others."""
+    """New labels for those of a summary, so that no two series have the same."""
     names: dict[str, str] = {}
     for label in labels:
         name = f"{label}, earlier" if is_other else label

@@ -15,7 +15,7 @@ mujoco = pytest.importorskip("mujoco")
 from gymnasium.envs.mujoco.hopper_v5 import HopperEnv  # noqa: E402
 from gymnasium.wrappers import ClipAction, TimeLimit  # noqa: E402
 
-from hesscale.experiments.rl.simulators import Environments, MuJoCo, environments  # noqa: E402
+from hesscale.experiments.rl.batched_envs import Environments, MuJoCo, environments  # noqa: E402
 
 ROBOTS = {  # and an episode's length that some of them reach and others do not
     "Ant": 40,
@@ -287,14 +287,14 @@ def test_gymnasium_and_mujoco_may_be_absent():
 import sys
 sys.modules["gymnasium"] = sys.modules["mujoco"] = None  # as if not installed
 try:
-    import hesscale.experiments.rl.simulators
+    import hesscale.experiments.rl.batched_envs
 except ModuleNotFoundError as error:
     assert "pip install 'hesscale[rl]'" in str(error), error
 else:
     raise AssertionError("imported")
 del sys.modules["gymnasium"]
 import gymnasium
-from hesscale.experiments.rl.simulators import Environments, environments
+from hesscale.experiments.rl.batched_envs import Environments, environments
 assert type(environments([gymnasium.make("CartPole-v1")])) is Environments
 """
     subprocess.run([sys.executable, "-c", code], check=True)

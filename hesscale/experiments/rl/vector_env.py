@@ -1,6 +1,6 @@
-"""Gymnasium environments as agents meet them: clipped actions, normalised observations and rewards, and no hidden state.
+"""Gymnasium environments for several agents: actions are clipped, observations and rewards normalised.
 
-Each can be saved in the middle of an episode, and goes on from there to the last bit.
+Each can be saved in the middle of an episode and resumes from there, bit for bit.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from gymnasium import spaces
 
-from .networks import Array, Crew, draws_of
+from .batched_envs import environments
+from .networks import AgentBatch, Array, action_generator
 from .saving import restore, snapshot
-from .simulators import environments
 
 CLIP = 10.0  # of normalised observations and rewards
 DEFAULT_LENGTH = 1000  # of episodes, for the time feature where an environment sets no limit
@@ -32,7 +32,7 @@ DEFAULT_LENGTH = 1000  # of episodes, for the time feature where an environment 
 
 @dataclass
 class Rollout:
-    """Steps in order, arrays (agents, steps, …); ``following`` are the observations that came next, before any reset."""
+    """Arrays of shape (agents, steps, …); ``following`` are the next observations, before any reset."""
 
     observations: Array
     actions: Array
@@ -42,16 +42,16 @@ class Rollout:
     ended: Array  # terminated or truncated
 
     def is_over(self, truncation: str) -> Array:
-        """Where nothing is to come after a step."""
+        """The steps after which the value of the next state does not count."""
         return self.ended if truncation == "terminate" else self.terminated
 
     def begins_like(self, other: Rollout) -> bool:
-        """Whether the first agent of both did and met the same."""
+        """Whether the first agents of both took the same actions and saw the same observations and rewards."""
         return all(np.array_equal(own[0], vars(other)[name][0]) for name, own in vars(self).items())
 
 
 class Moments:
-    """Running means and variances of rows of numbers, each as gymnasium's normalisers keep them."""
+    """Running means and variances, one row for each environment, as in gymnasium's normalisers."""
 
     def __init__(self, count: int, size: int) -> None:
         self.mean: Array = np.zeros((count, size))
@@ -59,7 +59,7 @@ class Moments:
         self.count: Array = np.full((count, 1), 1e-4)
 
     def update(self, rows: Any, x: Array) -> None:
-        """A number more for some of the rows."""
+        """Add one observation to each of the given rows."""
         count, mean = self.count[rows], self.mean[rows]
         total = count + 1
         change = x - mean
@@ -75,14 +75,14 @@ class Moments:
             array[k] = state[name].numpy()
 
 
-class Worlds:
-    """Environments of one name, each with an agent, normalisers and random numbers of its own, that go in step.
+class VectorEnv:
+    """Environments of one name that take their steps together, each with its own agent, normalisers and random numbers.
 
     Attributes:
-        steps: taken so far by each.
-        observations: the current ones, as agents see them.
-        finished: for each, (return, length) of episodes that ended since they were last taken away; returns are of raw rewards.
-        diverged_at: for each, the step from which on it stood still, or None.
+        steps: the number of steps that each has taken.
+        observations: the current observations, normalised.
+        finished: for each, (return, length) of the episodes that ended since the list was cleared; returns are of raw rewards.
+        diverged_at: for each, the step at which it diverged and stopped, or None.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Worlds:
         count, size = len(seeds), math.prod(space.shape)
         self.inputs = size + time_feature
         self.limit = (first.spec.max_episode_steps if first.spec else None) or DEFAULT_LENGTH
-        self.draws = [draws_of(seed) for seed in seeds]
+        self.draws = [action_generator(seed) for seed in seeds]
         self.seen, self.returns = Moments(count, size), Moments(count, 1)
         self.discounted: Array = np.zeros(count)
         self.steps = 0
@@ -110,8 +110,8 @@ class Worlds:
         self.totals: Array = np.zeros(count)
         self.finished: list[list[tuple[float, int]]] = [[] for _ in seeds]
         self.diverged_at: list[int | None] = [None] * count
-        self.going = list(range(count))  # those that have not diverged
-        self.rows: Any = slice(None)  # the same
+        self.active = list(range(count))  # indices of those that have not diverged
+        self.rows: Any = slice(None)  # the same, as an index of arrays
         self.observations: Array = np.empty((count, self.inputs), np.float32)
         self.observations[:] = self.see(self.rows, np.stack([self.environments.reset(k, seed) for k, seed in enumerate(seeds)]))
 
@@ -121,35 +121,33 @@ class Worlds:
 
     @property
     def outputs(self) -> int:
-        """Choices, or entries of an action."""
+        """The number of discrete actions, or of entries of a continuous one."""
         return int(self.actions.n) if self.is_discrete else math.prod(self.actions.shape)
 
     def stop(self, k: int) -> None:
-        """This one diverged: it takes no more steps."""
-        if k in self.going:
+        """Stop one that diverged: it takes no more steps."""
+        if k in self.active:
             self.diverged_at[k] = self.steps
-            self.going.remove(k)
-            self.rows = np.array(self.going, int)
+            self.active.remove(k)
+            self.rows = np.array(self.active, int)
 
-    def collect(self, crew: Crew, count: int) -> Rollout:
-        """So many steps of each; where the policy's action is not finite, it has diverged."""
-        agents = len(self.draws)
-        observations: Array = np.zeros((agents, count, self.inputs), np.float32)
+    def collect(self, agents: AgentBatch, count: int) -> Rollout:
+        """Take ``count`` steps in each environment. An agent whose action is not finite has diverged."""
+        size = len(self.draws)
+        observations: Array = np.zeros((size, count, self.inputs), np.float32)
         following: Array = np.zeros_like(observations)
-        rewards: Array = np.zeros((agents, count), np.float32)
-        terminated: Array = np.zeros((agents, count), bool)
-        ended: Array = np.zeros((agents, count), bool)
-        actions: Array = (
-            np.zeros((agents, count), int) if self.is_discrete else np.zeros((agents, count, self.outputs), np.float32)
-        )
-        noise = np.stack([crew.noise(draws, count) for draws in self.draws], 1)
+        rewards: Array = np.zeros((size, count), np.float32)
+        terminated: Array = np.zeros((size, count), bool)
+        ended: Array = np.zeros((size, count), bool)
+        actions: Array = np.zeros((size, count), int) if self.is_discrete else np.zeros((size, count, self.outputs), np.float32)
+        noise = np.stack([agents.noise(draws, count) for draws in self.draws], 1)
         for t in range(count):
             observations[:, t] = self.observations
-            chosen, signs = crew.act(self.observations, noise[t])
+            chosen, signs = agents.act(self.observations, noise[t])
             if not is_finite(signs):
                 for k in np.flatnonzero(~np.isfinite(signs).all(1)):
                     self.stop(int(k))
-                if not self.going:
+                if not self.active:
                     break
             rows = self.rows
             actions[rows, t] = chosen[rows]
@@ -157,8 +155,11 @@ class Worlds:
         return Rollout(observations, actions, rewards, following, terminated, ended)
 
     def step(self, actions: Array) -> tuple[Array, Array, Array, Array]:
-        """For those that go on: what came next, rewards, and which episodes terminated and ended, after which others began."""
-        rows, going = self.rows, self.going
+        """Step the active environments and reset those whose episode ended.
+
+        Returns the next observations, the rewards, and whether episodes terminated and whether they ended.
+        """
+        rows, going = self.rows, self.active
         if isinstance(self.actions, spaces.Discrete):
             given = actions + self.actions.start
         else:
@@ -179,7 +180,7 @@ class Worlds:
         return following, judged, terminated, ended
 
     def begin(self, those: list[int]) -> None:
-        """New episodes."""
+        """Record finished episodes and begin new ones."""
         for k in those:
             self.finished[k].append((float(self.totals[k]), int(self.lengths[k])))
         self.lengths[those], self.totals[those] = 0, 0.0
@@ -207,7 +208,7 @@ class Worlds:
         return clipped(rewards / np.sqrt(self.returns.variance[rows, 0] + 1e-8))
 
     def state(self, k: int) -> dict[str, Any]:
-        """All of one of them, in the middle of an episode if need be.
+        """The whole state of one environment, which may be in the middle of an episode.
 
         Raises:
             TypeError: if the environment's state cannot be saved.
@@ -241,17 +242,17 @@ class Worlds:
 
 
 def is_finite(x: Array) -> bool:
-    """All of it; a sum that is finite tells, in half the time."""
+    """Whether all entries are finite. A finite sum proves it in half the time."""
     return math.isfinite(x.sum()) or bool(np.isfinite(x).all())
 
 
 def clipped(x: Array, low: Any = -CLIP, high: Any = CLIP) -> Array:
-    """As np.clip, in a third of its time."""
+    """np.clip, in a third of its time."""
     return np.minimum(np.maximum(x, low), high)
 
 
 def check_name(name: str) -> None:
-    """Refuse the name of an environment that is not there, with those that it may have meant."""
+    """Raise a ValueError for an unknown environment, with names close to it."""
     known = gymnasium.registry
     if name in known or ":" in name:  # a module that registers it
         return
@@ -272,7 +273,7 @@ def make(name: str) -> Any:
 
 @contextlib.contextmanager
 def quiet_models(name: str) -> Iterator[None]:
-    """MuJoCo finds some of gymnasium's models outdated, and says so for each that is made."""
+    """Silence MuJoCo's warnings that some of gymnasium's models are deprecated."""
     spec = gymnasium.registry.get(name)
     if spec is None or "envs.mujoco" not in str(spec.entry_point) or not importlib.util.find_spec("mujoco"):
         yield

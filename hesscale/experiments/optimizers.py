@@ -1,0 +1,155 @@
+"""The optimizers of all experiments: their names on command lines, their labels and colours in figures, how each is made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from ..optim import BL89, GGNMC, AdaHesScale, AdaHesScaleGN, AdaHessian, Adam
+from .lab.choices import Choices, choose
+
+CURVATURE_WARMUP = 10  # Hessian diagonals that are averaged before the weights move
+# By family. The paper's optimizers have the same colour in every figure.
+COLOURS = {
+    "adam": "#c0392b",
+    "sgd": "#e59866",
+    "our-adam": "#a93226",
+    "adahesscale": "#1f5a96",
+    "adahesscale-gn": "#6fb1a0",
+    "adahessian": "#8e6bb0",
+    "ggnmc": "#7a7a7a",
+    "bl89": "#e0a33e",
+}
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """An optimizer as experiments offer it.
+
+    Attributes:
+        name: on command lines and in records.
+        label: in figures and tables.
+        build: the class.
+        options: keyword arguments that make it this variant of the class.
+        family: the name of the optimizer that this is a variant of; its own name if it is none. A family shares a colour.
+        is_scaled: whether it has a trust region, whose radius whoever makes it has to give.
+        cost_label: in tables of costs, where the implementation and the number of draws matter; the label unless given.
+    """
+
+    name: str
+    label: str
+    build: Callable[..., torch.optim.Optimizer]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    family: str = ""
+    is_scaled: bool = False
+    cost_label: str = ""
+
+    def make(self, params: Iterable[Any], lr: float, **options: Any) -> torch.optim.Optimizer:
+        return self.build(params, lr=lr, **self.options, **options)
+
+    @property
+    def colour(self) -> str:
+        return COLOURS[self.family or self.name]
+
+    @property
+    def is_variant(self) -> bool:
+        return bool(self.family)
+
+
+WARMED_UP = {"curvature_warmup": CURVATURE_WARMUP}
+OPTIMIZERS = Choices(
+    [
+        OptimizerSpec("sgd", "SGD", torch.optim.SGD, cost_label="SGD (torch)"),
+        OptimizerSpec("adam", "Adam", torch.optim.Adam, cost_label="Adam (torch)"),
+        OptimizerSpec("our-adam", "Adam (ours)", Adam),
+        OptimizerSpec("adahessian", "AdaHessian", AdaHessian, cost_label="AdaHessian, 1 draw"),
+        OptimizerSpec("bl89", "BL89", BL89),
+        OptimizerSpec("ggnmc", "GGN-MC", GGNMC, {"per_sample": True}),
+        OptimizerSpec("ggnmc-batch", "GGN-MC, batch", GGNMC, family="ggnmc", cost_label="GGN-MC, 1 draw"),
+        OptimizerSpec("adahesscale", "AdaHesScale", AdaHesScale),
+        OptimizerSpec("adahesscale-gn", "AdaHesScaleGN", AdaHesScaleGN),
+        OptimizerSpec(
+            "adahessian-spatial",
+            "AdaHessian, averaged over kernels",
+            AdaHessian,
+            {"spatial_average": True},
+            family="adahessian",
+        ),
+        OptimizerSpec("adahessian-warm", "AdaHessian, curvature warmed up", AdaHessian, WARMED_UP, family="adahessian"),
+        OptimizerSpec("adahesscale-warm", "AdaHesScale, curvature warmed up", AdaHesScale, WARMED_UP, family="adahesscale"),
+        OptimizerSpec(
+            "adahesscale-gn-warm", "AdaHesScaleGN, curvature warmed up", AdaHesScaleGN, WARMED_UP, family="adahesscale-gn"
+        ),
+        OptimizerSpec(
+            "adahesscale-bf16",
+            "AdaHesScale, curvature in bf16",
+            AdaHesScale,
+            {"curvature_dtype": torch.bfloat16},
+            family="adahesscale",
+        ),
+        OptimizerSpec(
+            "adahesscale-gn-bf16",
+            "AdaHesScaleGN, curvature in bf16",
+            AdaHesScaleGN,
+            {"curvature_dtype": torch.bfloat16},
+            family="adahesscale-gn",
+        ),
+        OptimizerSpec(
+            "adahesscale-every10",
+            "AdaHesScale, curvature every 10th step",
+            AdaHesScale,
+            {"curvature_every": 10},
+            family="adahesscale",
+        ),
+        OptimizerSpec("scaled-adam", "Scaled Adam", Adam, family="adam", is_scaled=True),
+        OptimizerSpec("scaled-adahesscale", "Scaled AdaHesScale", AdaHesScale, family="adahesscale", is_scaled=True),
+        OptimizerSpec("scaled-adahesscale-gn", "Scaled AdaHesScaleGN", AdaHesScaleGN, family="adahesscale-gn", is_scaled=True),
+    ]
+)
+
+
+# Agents skip steps that are not finite, and may have a trust region, which only our Adam does.
+AGENT_OPTIMIZERS = Choices(
+    [
+        replace(OPTIMIZERS["our-adam"], name="adam", label="Adam"),
+        *(OPTIMIZERS[name] for name in ("adahessian", "adahesscale", "adahesscale-gn", "scaled-adam", "scaled-adahesscale")),
+    ]
+)
+IMAGE_OPTIMIZERS = Choices(
+    [spec for name, spec in OPTIMIZERS.items() if name not in ("our-adam", "adahesscale-gn-bf16")],
+    aliases={"adahesscale-10th": "adahesscale-every10"},
+)
+
+HELP = "optimizers, separated by commas; name@0.01 gives one a step size of its own"
+
+
+def with_step_sizes(optimizers: str, step_sizes: str, known: Mapping[str, object]) -> list[tuple[str, float]]:
+    """Optimizers with each of their step sizes, from text: ``adam,adahesscale@1e-4`` and ``1e-4,3e-4``.
+
+    The step size after @ is the only one of an optimizer; one without has all of ``step_sizes``.
+    """
+    found: dict[tuple[str, float], None] = {}
+    for text in filter(str.strip, optimizers.split(",")):
+        name, at, own = text.strip().partition("@")
+        if not name or (at and not own):
+            raise ValueError(f"optimizer: {text.strip()!r} is not of the form name or name@step size")
+        choose(name, known, "optimizer")
+        for size in [own] if own else step_sizes.split(","):
+            found[name, step_size(size)] = None
+    if not found:
+        raise ValueError("no optimizer is asked for")
+    return list(found)
+
+
+def step_size(text: str) -> float:
+    try:
+        size = float(text)
+    except ValueError:
+        raise ValueError(f"step_size: a step size is a number, not {text!r}; several are separated by commas") from None
+    if not 0 < size < math.inf:
+        raise ValueError(f"step_size: step sizes must be positive, not {text}")
+    return size
