@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
+from torch.nn.modules import module
 
 from .. import losses
 from .make_fx import first_line
@@ -36,8 +37,19 @@ class ForwardGraph(NamedTuple):
     custom_functions: bool
 
 
+GLOBAL_HOOKS = [  # which Dynamo does not guard
+    module._global_forward_hooks,
+    module._global_forward_pre_hooks,
+    module._global_backward_hooks,
+    module._global_backward_pre_hooks,
+]
+HAS_GLOBAL_HOOKS = "hooks are registered for all modules, which no graph would call"
+
+
 class NotCaptured(Exception):
     """The forward pass cannot be captured. Nothing has run."""
+
+    is_lasting = True  # and will not be captured with other batches like this one either
 
 
 class Captured:
@@ -91,6 +103,8 @@ class Captured:
             NotCaptured: no graph has run.
         """
         self.has_run = False
+        if any(GLOBAL_HOOKS):
+            raise Hooked(HAS_GLOBAL_HOOKS)
         if self.graphs >= MAX_GRAPHS:
             return self.call_known(model, *batch)
         try:
@@ -123,6 +137,14 @@ class Captured:
 
 class TooManyGraphs(NotCaptured):
     """There is no graph for this call, and no room for another."""
+
+    is_lasting = False
+
+
+class Hooked(NotCaptured):
+    """Modules have hooks that Dynamo does not guard."""
+
+    is_lasting = False
 
 
 TOO_MANY = (

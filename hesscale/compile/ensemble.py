@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .dynamo import GLOBAL_HOOKS, HAS_GLOBAL_HOOKS
 from .member import Member
 from .members import Members, SeparateMembers, StackedMembers
 from .program import Code, Mode, Program
@@ -120,7 +121,8 @@ class Ensemble:
         if key not in self.steps:
             if len(self.steps) >= MAX_STEPS:
                 self.steps.pop(next(iter(self.steps)))
-            found = [reason for member in self.members.members if (reason := member.obstacle())]
+            found = [HAS_GLOBAL_HOOKS] if any(GLOBAL_HOOKS) else []
+            found += [reason for member in self.members.members if (reason := member.obstacle())]
             self.steps[key] = StagedStep(
                 EnsembleSource(self.members, signature),
                 compiles=self.backend == "inductor",
@@ -168,6 +170,7 @@ def surroundings() -> tuple[object, ...]:
         torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
         torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
         torch.get_default_dtype(),
+        any(GLOBAL_HOOKS),
     )
 
 

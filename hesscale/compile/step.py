@@ -88,7 +88,7 @@ class CompiledStep:
         self.captured: Captured | None = None
         self.refused: dict[BatchSignature, str] = {}  # why batches of such signatures are not captured
         self.misses, self.max_misses = 0, MAX_MISSES  # steps in a row without a graph, and how many there may be
-        self.has_warned = False  # that there are too many graphs
+        self.warned: set[str] = set()  # of what may pass
         self.repeat: Repeat | None = None
 
     @property
@@ -118,23 +118,23 @@ class CompiledStep:
             self.misses = 0
             return loss
         except NotCaptured as refusal:
-            found = refusal
+            found: NotCaptured = refusal
         loss = self.eager(batch, str(found))  # errors of the loss itself are raised here, and nothing is remembered
         self.remember(found, batch)
         return loss
 
     def remember(self, refusal: NotCaptured, batch: Sequence[Any]) -> None:
         """Warn about what is not captured, once. After many steps without a graph, those that are there give way to others."""
-        is_crowded = isinstance(refusal, TooManyGraphs)
-        if not (is_crowded and self.has_warned):
-            self.has_warned = self.has_warned or is_crowded
-            warn(f"the step runs in eager mode; {refusal}")
-        if not is_crowded:
-            self.refused[BatchSignature.of(batch)[1]] = str(refusal)
-            return
-        self.misses += 1
-        if self.misses > self.max_misses:
-            self.captured, self.misses, self.max_misses = None, 0, 2 * self.max_misses
+        reason = str(refusal)
+        if refusal.is_lasting:
+            self.refused[BatchSignature.of(batch)[1]] = reason
+        if refusal.is_lasting or reason not in self.warned:
+            self.warned.add(reason)
+            warn(f"the step runs in eager mode; {reason}")
+        if isinstance(refusal, TooManyGraphs):
+            self.misses += 1
+            if self.misses > self.max_misses:
+                self.captured, self.misses, self.max_misses = None, 0, 2 * self.max_misses
 
     def eager(self, batch: Sequence[Any], reason: str) -> Tensor:
         """A step in eager mode, by the model's own code."""

@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...compile.ensemble import ensemble
-from ...compile.step import compile_step
+from ...compile.ensemble import Ensemble, ensemble
+from ...compile.step import CompiledStep, compile_step
 from ...optim import CurvatureOptimizer
 from ..lab.store import seeded
 from ..optimizers import AGENT_OPTIMIZERS
@@ -146,16 +146,9 @@ class Algorithm:
         self.step(*batch)
 
     def warm_up(self, batch: tuple[Tensor, ...]) -> None:
-        """Compile by taking steps and undoing them, so that every step that counts runs the same code, even after a resume."""
-        before = [(copies(agent.parameters()), optimizer_state(optimizer)) for agent, optimizer in self.pairs()]
-        with torch.random.fork_rng(devices=[]):
-            for _ in range(2):
-                self.step(*batch)
-        for (agent, optimizer), (weights, state) in zip(self.pairs(), before, strict=True):
-            with torch.no_grad():
-                for p, weight in zip(agent.parameters(), weights, strict=True):
-                    p.copy_(weight)
-            restore_optimizer(optimizer, state)
+        """Compile without training, so that every step that counts runs the same code, even after a resume."""
+        if isinstance(self.step, (CompiledStep, Ensemble)):
+            self.step.warm_up(*batch)
         self.is_warm = True
 
     def pairs(self) -> list[tuple[Agent, CurvatureOptimizer]]:
@@ -249,29 +242,6 @@ def optimizer_for(agent: Agent, config: Config) -> CurvatureOptimizer:
     )
     assert isinstance(optimizer, CurvatureOptimizer)
     return optimizer
-
-
-def copies(tensors: Iterable[Tensor]) -> list[Tensor]:
-    return [tensor.detach().clone() for tensor in tensors]
-
-
-def optimizer_state(optimizer: CurvatureOptimizer) -> tuple[list[dict[str, Tensor]], dict[str, Tensor], int]:
-    """A copy of the state of each parameter, of the counters, and the number of steps."""
-    entries = [{name: entry.clone() for name, entry in optimizer.state[p].items()} for p in optimizer.parameters()]
-    counters = {name: count.clone() for name, count in optimizer.counters.items()}
-    return entries, counters, optimizer.param_groups[0]["step_count"]
-
-
-def restore_optimizer(optimizer: CurvatureOptimizer, state: tuple[list[dict[str, Tensor]], dict[str, Tensor], int]) -> None:
-    """Restore the state in place; entries that were added since become 0."""
-    known, counters, taken = state
-    for p, entries in zip(optimizer.parameters(), known, strict=True):
-        for name, entry in optimizer.state[p].items():
-            entry.copy_(entries[name]) if name in entries else entry.zero_()
-    for name, count in optimizer.counters.items():
-        count.copy_(counters[name]) if name in counters else count.zero_()
-    for group in optimizer.param_groups:
-        group["step_count"] = taken
 
 
 def agent_for(env: VectorEnv, config: Config, *, orthogonal: bool) -> Agent:

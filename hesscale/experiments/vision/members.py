@@ -16,7 +16,6 @@ from ...optim import CurvatureOptimizer
 from .images import UNIFORM, Draws, Images, Split, augmented
 
 PRECISIONS = ("float32", "tf32", "bf16")
-WARM_UP = 4  # steps until one runs as all later ones do: eager, compiled, captured
 AT_ONCE = 8192  # images that are augmented at once
 EVALUATED_AT_ONCE = 2000
 
@@ -75,18 +74,9 @@ class Members:
         return len(self.images.train.labels) // self.batch
 
     def warm_up(self) -> None:
-        """Compile the step by taking some steps, each from the initial weights, and take them back."""
-        x, y = self.first_batch()
-        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups if "step_count" in group]
-        kinds = min(getattr(self.optimizers[0], "curvature_every", 1), 2)  # of steps: with curvature, and without
+        """Compile the step without training."""
         with self.running():
-            for kind in [kind for kind in range(kinds) for _ in range(WARM_UP)]:
-                for count in range(kind + 1):
-                    for group in groups:
-                        group["step_count"] = count
-                    self.step(x, y)
-                for k in range(len(self.models)):
-                    self.load(k, None)
+            self.step.warm_up(*self.first_batch())
 
     def first_batch(self) -> tuple[Tensor, Tensor]:
         """The first images, the same for all members."""
