@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -88,9 +89,6 @@ class Members:
         self.seen: list[object] = []  # at a glance, when the stacks were made
         self.held: dict[Option, tuple[list[Any], Tensor]] = {}
         self.compare()
-        for member in members:
-            if isinstance(member.optimizer, CurvatureOptimizer):
-                member.optimizer.watch.on_nonfinite = "skip"
 
     def compare(self) -> None:
         """All members must consist of the same, and share none of it."""
@@ -175,7 +173,11 @@ class Members:
                     f"dimension {dim} of a tensor of shape {tuple(tensor.shape)} should number {len(self.members)} members; "
                     "pass batch_dims=None for a batch that all share"
                 )
-        losses = [member.step(shape.batch(self.part(tensors, k)))[0] for k, member in enumerate(self.members)]
+        with contextlib.ExitStack() as stack:
+            for member in self.members:
+                if isinstance(member.optimizer, CurvatureOptimizer):
+                    stack.enter_context(member.optimizer.without_nonfinite_errors())
+            losses = [member.step(shape.batch(self.part(tensors, k)))[0] for k, member in enumerate(self.members)]
         self.align()
         self.seen = []  # eager steps may leave tensors elsewhere
         return torch.stack(losses), []
@@ -259,7 +261,7 @@ class Members:
         """Take note of a step that a graph has made; members that stood still in it count it too."""
         parts = [eta.unbind() for eta in etas]
         for k, member in enumerate(self.members):
-            member.note_step([part[k] for part in parts])
+            member.note_step([part[k] for part in parts], report=False)
         self.align()
 
 

@@ -295,13 +295,13 @@ class Subject:
         """Whether all steps do the same, also where curvature is concerned."""
         return getattr(self.optimizer, "curvature_every", 1) == 1
 
-    def note_step(self, etas: Sequence[Tensor]) -> None:
+    def note_step(self, etas: Sequence[Tensor], *, report: bool = True) -> None:
         """Take note of a step that a graph has made."""
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers ask
         if [p for p in self.optimized if p.grad is not None]:
             self.optimizer.zero_grad()
         if isinstance(self.optimizer, CurvatureOptimizer):
-            self.optimizer.note_step(etas)
+            self.optimizer.record_compiled_step(etas, report=report)
 
     def layout(self) -> Layout:
         state = self.optimizer.state
@@ -312,9 +312,9 @@ class Subject:
     def settle(self) -> bool:
         """Make tensors the step's own, and bring them where it can change them in place; whether any had to be moved."""
         moved = False
-        if isinstance(self.optimizer, CurvatureOptimizer) and self.optimizer._packs is not None:
+        if isinstance(self.optimizer, CurvatureOptimizer):
+            moved = self.optimizer.is_packed
             self.optimizer.unpack()
-            moved = True
         for i in self.replaced:  # the model may have put a tensor there that others use
             place = self.buffer_places[i]
             if place.get() is not self.taken.get(i):
