@@ -264,7 +264,6 @@ class CurvatureOptimizer(Optimizer):
     # Torch would wrap ``step`` in its profiler hook, which costs a fifth of a small step; the above calls the hook if needed.
     step.hooked = True  # type: ignore[attr-defined]
 
-    @torch.no_grad()
     def step_once(self, closure: Callable[[], Any] | None = None) -> Any:
         """:meth:`step` without its hooks."""
         loss = None
@@ -272,11 +271,12 @@ class CurvatureOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         try:
-            self.nonfinite_check.report_earlier_steps()
-            batches = collect(self, self._packing)
-            if batches and self.apply(batches):
-                self.count_step()
-                self._packing.pack(self, batches)
+            with torch.no_grad():
+                self.nonfinite_check.report_earlier_steps()
+                batches = collect(self, self._packing)
+                if batches and self.apply(batches):
+                    self.count_step()
+                    self._packing.pack(self, batches)
         except BaseException as error:
             clear_scaler_attributes(self)
             if isinstance(error, NonFiniteError):
@@ -298,9 +298,8 @@ class CurvatureOptimizer(Optimizer):
             regularize(batch, mask)
             update_averages(batch, mask)
         quotients = [update_quotient(batch) for batch in batches]
-        scales = algorithm_3.step_scales(batches, quotients, self.trust_region, self.counters, mask)
-        self.eta = scales.by_region
-        for batch, quotient, eta in zip(batches, quotients, scales.by_batch, strict=True):
+        self.eta, etas = algorithm_3.step_scales(batches, quotients, self.trust_region, self.counters, mask)
+        for batch, quotient, eta in zip(batches, quotients, etas, strict=True):
             apply_update(batch, quotient, eta, mask)
         return True
 

@@ -33,7 +33,7 @@ class NonFiniteCheck:
         self.counters = counters  # "nonfinite" counts the masked steps, on their device
         self.reported_count = 0
         self.pending_copy: tuple[Tensor, torch.cuda.Event] | None = None  # of the count, to the host
-        self.has_silent_steps = False  # whether steps may have been counted that must not be reported
+        self.has_silent_steps = False  # whether a GPU may have counted steps that must not be reported
         self.has_seen_curvature = False
 
     def __getstate__(self) -> dict[str, object]:
@@ -103,12 +103,12 @@ class NonFiniteCheck:
         """
         count = self.counters["nonfinite"]
         if not count.is_cpu:
-            if not report:
-                self.has_silent_steps = True
-                return True
-            self.report_earlier_steps()
-            if step % CHECK_INTERVAL == 0:
-                self.report_count()
+            if report:
+                self.report_earlier_steps()
+                if step % CHECK_INTERVAL == 0:
+                    self.report_count()
+            else:
+                self.note_silent_step()
             return True
         found = int(count)
         is_taken = found <= self.reported_count
@@ -116,6 +116,11 @@ class NonFiniteCheck:
             self.raise_if_new(found, "")
         self.reported_count = found
         return is_taken
+
+    def note_silent_step(self) -> None:
+        """Remember that the last step must not be reported. On a CPU there is nothing to remember: its count is known by now."""
+        count = self.counters.get("nonfinite")
+        self.has_silent_steps |= count is not None and not count.is_cpu
 
     def acknowledge(self) -> None:
         """Treat all non-finite steps so far as reported. On a GPU, this waits for the device."""
@@ -129,7 +134,8 @@ class NonFiniteCheck:
         try:
             yield
         finally:
-            self.on_nonfinite, self.has_silent_steps = before, True
+            self.on_nonfinite = before
+            self.note_silent_step()
 
     def raise_if_new(self, count: int, when: str) -> None:
         is_new, self.reported_count = count > self.reported_count, count
@@ -149,7 +155,7 @@ class NonFiniteCheck:
                 "the Hessian diagonal is zero for every parameter (piecewise linear model and loss?), so the step divides by eps "
                 "alone; use a loss with curvature, or an optimizer of the gradient",
                 CurvatureWarning,
-                stacklevel=4,
+                stacklevel=5,  # the line that called step
             )
 
 

@@ -48,7 +48,7 @@ class Packing:
         count = len(pack.params)
         if len(gradients) < count or len(curvatures) not in (0, count) or not pack.fits(group["params"], optimizer.state):
             return None
-        if any(curvature.shape != p.shape for curvature, p in zip(curvatures, pack.params, strict=False)):
+        if curvatures and [curvature.shape for curvature in curvatures] != pack.shapes:
             return None
         return pack.filled_batch(group, gradients, [optimizer.prepare(curvature) for curvature in curvatures])
 
@@ -92,9 +92,11 @@ class Pack:
 
     def __init__(self, batch: Batch, state: State) -> None:
         self.params = batch.params
+        self.shapes = [p.shape for p in batch.params]
         self.states = [state[p] for p in batch.params]
         self.batch = Batch(batch.group, batch.group_index, params=batch.params, pack=self)
-        self.views: list[tuple[dict[str, Any], str, Tensor, int]] = []  # state, name, view, address
+        self.places: list[tuple[dict[str, Any], str]] = []  # the entries of states that hold views
+        self.views: list[Tensor] = []
         for attribute, name in {**AVERAGES, **COUNTERS}.items():
             if tensors := getattr(batch, attribute):
                 flat = flatten(tensors)
@@ -102,7 +104,9 @@ class Pack:
                 views = self.split(flat) if attribute in AVERAGES else flat.unbind()
                 for own, view in zip(self.states, views, strict=True):
                     own[name] = view
-                    self.views.append((own, name, view, view.data_ptr()))
+                    self.places.append((own, name))
+                    self.views.append(view)
+        self.identity = self.identity_of(batch.params, state)
         self.update = torch.empty_like(self.batch.momenta[0])  # U of the step under way
         self.update_views = self.split(self.update)
 
@@ -111,19 +115,21 @@ class Pack:
         parts = flat.split([p.numel() for p in self.params])
         return [part.view(p.shape) for part, p in zip(parts, self.params, strict=True)]
 
+    def identity_of(self, params: list[Tensor], state: State) -> tuple[list[int], ...]:
+        """Which objects these parameters, their states and the entries of these are, and where the entries lie in memory."""
+        entries = [own.get(name) for own, name in self.places]
+        states = [id(state.get(p)) for p in params]
+        return [*map(id, params)], states, [*map(id, entries)], [*map(Tensor.data_ptr, self.views)]
+
     def fits(self, params: list[Tensor], state: State) -> bool:
         """Whether these are the pack's parameters, their state is the pack's, and all have made the same number of steps."""
-        return (
-            len(params) == len(self.params)
-            and all(p is own for p, own in zip(params, self.params, strict=True))
-            and all(state.get(p) is own for p, own in zip(params, self.states, strict=True))
-            and all(own.get(name) is view and view.data_ptr() == address for own, name, view, address in self.views)
-            and all(is_constant(counts.tolist()) for counts in (*self.batch.steps, *self.batch.curvature_steps))
-        )
+        if self.identity_of(params, state) != self.identity:
+            return False
+        return all(is_constant(counts.tolist()) for counts in (*self.batch.steps, *self.batch.curvature_steps))
 
     def is_in_use(self) -> bool:
         """Whether any state still holds one of the pack's views."""
-        return any(own.get(name) is view for own, name, view, _ in self.views)
+        return any(own.get(name) is view for (own, name), view in zip(self.places, self.views, strict=True))
 
     def filled_batch(self, group: dict[str, Any], gradients: list[Tensor], curvatures: list[Tensor]) -> Batch:
         """The pack's batch, with the derivatives of this step."""

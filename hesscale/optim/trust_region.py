@@ -9,7 +9,7 @@ The sum runs over all parameters of the region: those of the optimizer, or of on
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,13 +17,6 @@ from torch import Tensor
 from .batches import Batch
 from .scalars import Number, counter, materialize
 from .update import Quotient, bias_corrections, evaluate
-
-
-class Scales(NamedTuple):
-    """The factors η of a step."""
-
-    by_batch: list[Tensor | None]  # None for a batch outside all trust regions
-    by_region: list[Tensor | None]  # None for a region that took no part in the step
 
 
 def check_radii(groups: list[dict[str, Any]], trust_region: str) -> None:
@@ -36,19 +29,23 @@ def check_radii(groups: list[dict[str, Any]], trust_region: str) -> None:
 
 def step_scales(
     batches: list[Batch], quotients: list[Quotient], trust_region: str, counters: dict[str, Tensor], mask: Tensor | None
-) -> Scales:
-    """η of every trust region and batch. Count the step in ``counters``, unless ``mask`` leaves it out."""
+) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    """η by trust region, None for one that takes no part in the step; and η by batch, None outside all trust regions.
+
+    Counts the step in ``counters``, unless ``mask`` leaves it out.
+    """
     regions = batches_by_region(batches, trust_region)
-    scales = Scales([None] * len(batches), [None] * (max(regions) + 1 if regions else 0))
+    by_region: list[Tensor | None] = [None] * (max(regions) + 1 if regions else 0)
+    by_batch: list[Tensor | None] = [None] * len(batches)
     for region, members in regions.items():
         parts = [curvature_along_update(batches[i], quotients[i]) for i in members]
         h = torch.stack([part.to(parts[0].device) for part in parts]).sum()
         eta = step_scale(h, batches[members[0]].group["trust_radius"])
         count_scaled_step(counters, region, eta, mask)
-        scales.by_region[region] = eta
+        by_region[region] = eta
         for i in members:
-            scales.by_batch[i] = eta
-    return scales
+            by_batch[i] = eta
+    return by_region, by_batch
 
 
 def batches_by_region(batches: list[Batch], trust_region: str) -> dict[int, list[int]]:
