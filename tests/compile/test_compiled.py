@@ -1099,10 +1099,11 @@ def test_a_trace_that_fails_leaves_everything_in_its_place(at):
             return h
 
     class FailingOptimizer(hesscale.AdaHesScale):
-        def average(self, *args):
-            super().average(*args)
+        def apply(self, *args):
+            is_taken = super().apply(*args)
             if at == "optimizer" and torch.compiler.is_compiling():
                 raise RuntimeError("not while tracing")
+            return is_taken
 
     model = Failing()
     optimizer = FailingOptimizer(model.parameters(), lr=0.01)
