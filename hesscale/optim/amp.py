@@ -16,11 +16,11 @@ from torch import Tensor
 from .batches import Batch
 
 if TYPE_CHECKING:
-    from .base import CurvatureOptimizer
+    from .derivatives import DerivativeOptimizer
 
 
 @contextmanager
-def unscaled_curvature(optimizer: CurvatureOptimizer, scale: Tensor | None) -> Iterator[None]:
+def unscaled_curvature(optimizer: DerivativeOptimizer, scale: Tensor | None) -> Iterator[None]:
     """Divide the Hessian diagonals that the block computes by ``scale``. If the block raises, the earlier ones come back."""
     if scale is None:
         yield
@@ -42,7 +42,7 @@ def unscaled_curvature(optimizer: CurvatureOptimizer, scale: Tensor | None) -> I
     optimizer.curvature_is_unscaled = True
 
 
-def unscale(optimizer: CurvatureOptimizer, batches: list[Batch]) -> None:
+def unscale(optimizer: DerivativeOptimizer, batches: list[Batch]) -> None:
     """Take the scaler's factor out of whatever still holds it.
 
     Raises:
@@ -64,7 +64,7 @@ def unscale(optimizer: CurvatureOptimizer, batches: list[Batch]) -> None:
         batch.curvatures = list(torch._foreach_div(batch.curvatures, scale.to(batch.curvatures[0].device)))
 
 
-def clear_scaler_attributes(optimizer: CurvatureOptimizer) -> None:
+def clear_scaler_attributes(optimizer: DerivativeOptimizer) -> None:
     """Remove what GradScaler.step has set, which it does itself only if the optimizer's step returns."""
     for name in ("grad_scale", "found_inf"):
         optimizer.__dict__.pop(name, None)
