@@ -42,7 +42,7 @@ class Packing:
         uses_curvature = optimizer.uses_curvature
         if uses_curvature != bool(pack.batch.curvature_squares):  # a trust region was added or removed
             return None
-        gradients = [p.grad for p in group["params"] if p.grad is not None and not p.grad.is_sparse]
+        gradients = [g for p in group["params"] if (g := p.grad) is not None and not g.is_sparse]
         diagonals = [getattr(p, "hess_diag", None) for p in group["params"]] if uses_curvature else []
         curvatures = [diagonal for diagonal in diagonals if diagonal is not None]
         count = len(pack.params)
