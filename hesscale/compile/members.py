@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.nn.utils.parametrize import type_before_parametrizations
 
-from ..errors import NeedsEagerPass, NonFiniteError
+from ..errors import NeedsEagerPass
+from ..optim import CurvatureOptimizer
 from .aliasing import has_overlap, overlapping_group
 from .cuda_graph import empty_like
 from .hyperparameters import Option, number_dtype
@@ -136,10 +138,10 @@ class Members(ABC):
         self.check_apart()
         losses = []
         for k, member in enumerate(self.members):
-            try:
+            optimizer = member.optimizer.optimizer
+            is_ours = isinstance(optimizer, CurvatureOptimizer)
+            with optimizer.without_nonfinite_errors() if is_ours else nullcontext():
                 losses.append(member.eager(signature.batch(self.part(tensors, k))))
-            except NonFiniteError:
-                losses.append(torch.full((), torch.nan, device=member.parameters[0].device))
         self.align()
         return torch.stack(losses)
 

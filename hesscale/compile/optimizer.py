@@ -116,7 +116,7 @@ class FunctionalOptimizer:
         if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
             optimizer.zero_grad()
         if isinstance(optimizer, CurvatureOptimizer):
-            optimizer.note_step(etas)
+            optimizer.record_compiled_step(etas, report=report)
 
     def prepare(self) -> None:
         """Bring the state to where a graph can change it in place: one tensor per parameter, on the parameter's device."""

@@ -1,4 +1,4 @@
-"""Loops that are not ours: Hessian diagonals for code that calls ``loss.backward()`` itself."""
+"""Hessian diagonals for training loops that call ``loss.backward()`` themselves."""
 
 from __future__ import annotations
 
@@ -16,25 +16,24 @@ from ..engine.nodes import edge_of, topological
 from . import CurvatureOptimizer
 
 _lock = threading.Lock()
-_original: Callable[..., None] = torch.autograd.backward  # what torch.autograd.backward is outside all blocks
-_wrapper: Callable[..., None] | None = None  # somebody's replacement of ours, which outlived the block it was made in
-_blocks = 0  # capture blocks that are open, in all threads
+_original: Callable[..., None] = torch.autograd.backward  # torch.autograd.backward as it is outside all blocks
+_foreign_patch: Callable[..., None] | None = None  # somebody else's wrapper of our patch, still installed after the block
+_open_blocks = 0  # in all threads
 _local = threading.local()  # .captures: this thread's open blocks, innermost last
 
 
 @contextmanager
 def capture(*optimizers: CurvatureOptimizer, scaler: torch.amp.GradScaler | None = None, **options: Any) -> Iterator[None]:
-    """Let every ``loss.backward()`` inside the block, in this thread, fill what these optimizers need.
+    """Inside the block, every ``loss.backward()`` of this thread also computes the Hessian diagonals that these optimizers need.
 
-    Curvature goes to the parameters of these optimizers alone, by each one's own method, and only where it is due
-    (``curvature_every``); any other backward pass runs as if the block were not there, and so do passes that are given gradients,
-    inputs or several losses, or that were started by a ``backward`` imported from torch.autograd by name before. The rest of the
-    loop pays nothing.
+    Only the parameters of these optimizers receive curvature, by each optimizer's own method, and only when it is due
+    (``curvature_every``). Every other backward pass runs as if the block were not there. So do passes that are given gradients,
+    inputs or several losses, and calls of a ``backward`` that was imported from torch.autograd by name before the block.
 
     Args:
         optimizers: optimizers of ``hesscale.optim``.
-        scaler: the loop's gradient scaler, if the loop calls ``scaler.unscale_`` (to clip gradients, say).
-        options: for :func:`hesscale.backward`: ``outputs``, ``head``, ``fallback``.
+        scaler: the loop's gradient scaler, if the loop calls ``scaler.unscale_``, for example to clip gradients.
+        options: ``outputs``, ``head`` and ``fallback`` of :func:`hesscale.backward`.
 
     Example:
         >>> import torch, hesscale
@@ -50,28 +49,28 @@ def capture(*optimizers: CurvatureOptimizer, scaler: torch.amp.GradScaler | None
     if unknown := options.keys() - {"outputs", "head", "fallback"}:
         raise TypeError(f"capture takes no option {', '.join(sorted(unknown))}")
     captures = _local.__dict__.setdefault("captures", [])
-    entry = Capture(optimizers, scaler, options)
-    check_apart([optimizer for open_block in [*captures, entry] for optimizer in open_block.optimizers])
-    install()
-    captures.append(entry)
+    block = Capture(optimizers, scaler, options)
+    check_disjoint([optimizer for open_block in [*captures, block] for optimizer in open_block.optimizers])
+    install_patch()
+    captures.append(block)
     try:
         yield
     finally:
-        captures[:] = [other for other in captures if other is not entry]
-        uninstall()
+        captures[:] = [other for other in captures if other is not block]
+        remove_patch()
 
 
 @dataclass(frozen=True, eq=False)
 class Capture:
-    """An open block."""
+    """An open block of :func:`capture`."""
 
     optimizers: tuple[CurvatureOptimizer, ...]
     scaler: torch.amp.GradScaler | None
     options: dict[str, Any]
 
 
-def check_apart(optimizers: list[CurvatureOptimizer]) -> None:
-    """Two optimizers of one parameter would add their curvature up, or overwrite it."""
+def check_disjoint(optimizers: list[CurvatureOptimizer]) -> None:
+    """Refuse two optimizers that share a parameter: they would add up or overwrite each other's curvature."""
     owner: dict[int, CurvatureOptimizer] = {}
     for optimizer in optimizers:
         for p in optimizer.parameters():
@@ -79,24 +78,25 @@ def check_apart(optimizers: list[CurvatureOptimizer]) -> None:
                 raise ValueError("two captured optimizers share a parameter; each parameter has one hess_diag")
 
 
-def install() -> None:
-    """Replace torch.autograd.backward, which every way to start a backward pass calls, when the first block opens."""
-    global _original, _blocks
+def install_patch() -> None:
+    """When the first block opens, replace torch.autograd.backward, which every way to start a backward pass calls."""
+    global _original, _open_blocks
     with _lock:
-        if _blocks == 0 and torch.autograd.backward not in (captured_backward, _wrapper):
+        if _open_blocks == 0 and torch.autograd.backward not in (captured_backward, _foreign_patch):
             _original, torch.autograd.backward = torch.autograd.backward, captured_backward
-        _blocks += 1
+        _open_blocks += 1
 
 
-def uninstall() -> None:
-    global _wrapper, _blocks
+def remove_patch() -> None:
+    """When the last block closes, restore torch.autograd.backward, unless somebody else has replaced it since."""
+    global _foreign_patch, _open_blocks
     with _lock:
-        _blocks -= 1
-        if _blocks == 0:
+        _open_blocks -= 1
+        if _open_blocks == 0:
             if torch.autograd.backward is captured_backward:
                 torch.autograd.backward = _original
             else:
-                _wrapper = torch.autograd.backward
+                _foreign_patch = torch.autograd.backward
 
 
 def captured_backward(
@@ -107,20 +107,20 @@ def captured_backward(
     grad_variables: Any = None,
     inputs: Any = None,
 ) -> None:
-    """What stands in for torch.autograd.backward: the same, and curvature where a captured optimizer is due."""
+    """In place of torch.autograd.backward: the same, and curvature for captured optimizers that are due."""
     loss = tensors[0] if isinstance(tensors, (tuple, list)) and len(tensors) == 1 else tensors
-    plain = isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad and not create_graph
-    plain = plain and grad_tensors is None and grad_variables is None and inputs is None
-    jobs = due(loss, getattr(_local, "captures", [])) if plain and not is_own_pass() else []
+    is_plain = isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad and not create_graph
+    is_plain = is_plain and grad_tensors is None and grad_variables is None and inputs is None
+    jobs = due_optimizers(loss, getattr(_local, "captures", [])) if is_plain and not is_own_pass() else []
     if not jobs:
         _original(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
         return
     with own_pass():
-        serve(loss, jobs, bool(retain_graph))
+        run_backward(loss, jobs, bool(retain_graph))
 
 
-def due(loss: Tensor, captures: list[Capture]) -> list[tuple[CurvatureOptimizer, dict[str, Any]]]:
-    """The captured optimizers that wait for curvature and have a parameter in this loss's graph."""
+def due_optimizers(loss: Tensor, captures: list[Capture]) -> list[tuple[CurvatureOptimizer, dict[str, Any]]]:
+    """The captured optimizers whose curvature is due and that have a parameter in this loss's graph, with their options."""
     reached: set[Any] = set()
     found: dict[CurvatureOptimizer, dict[str, Any]] = {}
     for block in captures:
@@ -135,8 +135,8 @@ def due(loss: Tensor, captures: list[Capture]) -> list[tuple[CurvatureOptimizer,
     return list(found.items())
 
 
-def serve(loss: Tensor, jobs: list[tuple[CurvatureOptimizer, dict[str, Any]]], retain_graph: bool) -> None:
-    """One pass for gradients and the first optimizer's curvature, one more per further optimizer for its curvature alone."""
+def run_backward(loss: Tensor, jobs: list[tuple[CurvatureOptimizer, dict[str, Any]]], retain_graph: bool) -> None:
+    """One pass for gradients and the first optimizer's curvature, and one for the curvature of each further optimizer."""
     (first, options), *others = jobs
     for optimizer, own_options in others:
         optimizer.fill_curvature_alone(loss, **own_options)

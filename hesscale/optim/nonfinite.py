@@ -1,134 +1,176 @@
-"""Keeps non-finite numbers away from weights and averages, without ever making the device wait."""
+"""Keeps non-finite numbers out of weights and averages, without ever waiting for the device."""
 
 from __future__ import annotations
 
 import functools
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import CurvatureWarning, NonFiniteError
-from .update import is_on_host
+from .scalars import counter, is_on_host
 
 CHOICES = ("raise", "skip")
-LOOK_EVERY = 32  # compiled steps, at which a GPU sends the number of those that were not finite
+CHECK_INTERVAL = 32  # compiled steps on a GPU between two copies of the count to the host
 
 
-class Watch:
-    """Looks at every step's gradients and curvature.
+class NonFiniteCheck:
+    """Checks the gradients and curvature of every step.
 
-    On a CPU a bad step is known, and reported, at once. On a GPU it is masked there, and reported at a later step, when
-    the flag has arrived on the host by itself.
+    On a CPU, a non-finite step is known and reported at once. On a GPU it is masked there, and reported at a later step, when
+    the count of such steps has been copied to the host.
     """
 
     def __init__(self, on_nonfinite: str, counters: dict[str, Tensor]) -> None:
         if on_nonfinite not in CHOICES:
             raise ValueError(f"on_nonfinite={on_nonfinite!r} is not one of {', '.join(map(repr, CHOICES))}")
         self.on_nonfinite = on_nonfinite
-        self.counters = counters  # "nonfinite": steps that were masked, counted where they happened
-        self.reported = 0
-        self.curvature_seen = False
-        self.on_its_way: tuple[Tensor, torch.cuda.Event] | None = None
+        self.counters = counters  # "nonfinite" counts the masked steps, on their device
+        self.reported_count = 0
+        self.pending_copy: tuple[Tensor, torch.cuda.Event] | None = None  # of the count, to the host
+        self.has_silent_steps = False  # whether a GPU may have counted steps that must not be reported
+        self.has_seen_curvature = False
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "on_its_way": None}
+        return {**self.__dict__, "pending_copy": None}
 
-    def admit(self, tensors: Sequence[Tensor], found_inf: Tensor | None) -> Tensor | None:
-        """None if all is finite, as far as the host can tell without waiting; else a 0-d tensor, 1 for go and 0 for leave."""
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        renamed = {EARLIER_NAMES.get(name, name): value for name, value in state.items()}
+        self.__dict__.update({"has_silent_steps": False, **renamed})
+
+    def check(self, tensors: Sequence[Tensor], found_inf: Tensor | None) -> Tensor | None:
+        """Count the step if a number is not finite, and report it as ``on_nonfinite`` says.
+
+        ``found_inf`` is set by a gradient scaler. The overflows that it has found are masked, but neither counted nor reported.
+
+        Returns:
+            None if the host knows that all numbers are finite; otherwise a mask, 1 for a step that counts and 0 for one that
+            must change nothing. A mask on the host is always 0.
+        """
         if found_inf is None and is_finite_on_host(tensors):
             counter(self.counters, "nonfinite", tensors[0].device)
             return None
-        flags = [is_finite(group) for group in by_device(tensors)]
+        flags = [is_finite(group) for group in by_device_and_dtype(tensors)]
         finite = flags[0]
         for flag in flags[1:]:
             finite = finite & flag.to(finite.device)
-        alive, bad = finite, ~finite
-        if found_inf is not None:  # a gradient scaler looks for these itself
+        mask, bad = finite, ~finite
+        if found_inf is not None:
             overflow = (found_inf != 0).to(finite.device)
-            alive, bad = finite & ~overflow, ~finite & ~overflow
+            mask, bad = finite & ~overflow, ~finite & ~overflow
         nonfinite = counter(self.counters, "nonfinite", finite.device)
-        if is_on_host(finite) and bool(alive):
+        if is_on_host(finite) and bool(mask):
             return None
         nonfinite += bad
-        self.send()
-        return alive.to(torch.float32)
+        self.report_count()
+        return mask.to(torch.float32)
 
-    def send(self) -> None:
-        """Report bad steps: now on a CPU, else once their count has travelled."""
+    def report_count(self) -> None:
+        """Report new non-finite steps: now on a CPU; on a GPU, start a copy of their count to the host."""
         count = self.counters["nonfinite"]
         if torch.compiler.is_compiling():
             return
         if count.device.type == "cpu":
-            self.complain(int(count), "")
-        elif self.on_nonfinite == "raise" and self.on_its_way is None and not is_capturing():
+            self.raise_if_new(int(count), "")
+        elif self.on_nonfinite == "raise" and self.pending_copy is None and not is_capturing():
             event = torch.cuda.Event()
             host = count.to("cpu", non_blocking=True)
             event.record()
-            self.on_its_way = host, event
+            self.pending_copy = host, event
 
-    def report(self) -> None:
-        """Raise for an earlier step, if its flag has arrived."""
-        if (
-            self.on_its_way is not None
-            and not torch.compiler.is_compiling()
-            and not is_capturing()
-            and self.on_its_way[1].query()
-        ):
-            host, self.on_its_way = self.on_its_way[0], None
-            self.complain(int(host), "an earlier step: ")
+    def report_earlier_steps(self) -> None:
+        """Report non-finite steps whose count has been copied to the host by now."""
+        if self.pending_copy is None and not self.has_silent_steps:
+            return
+        if torch.compiler.is_compiling() or is_capturing():
+            return
+        if self.pending_copy is not None and self.pending_copy[1].query():
+            host, self.pending_copy = self.pending_copy[0], None
+            self.raise_if_new(int(host), "an earlier step: ")
+        if self.has_silent_steps and self.on_nonfinite == "raise":
+            self.acknowledge()
 
-    def note(self, step: int) -> bool:
-        """After a step that a compiled graph has made, and masked if need be: whether it was taken, as far as is known."""
+    def record_compiled_step(self, step: int, *, report: bool) -> bool:
+        """Note a step that a compiled graph has made, and masked if need be.
+
+        Returns:
+            Whether the step was taken, as far as the host knows.
+        """
         count = self.counters["nonfinite"]
         if not count.is_cpu:
-            self.report()
-            if step % LOOK_EVERY == 0:
-                self.send()
+            if report:
+                self.report_earlier_steps()
+                if step % CHECK_INTERVAL == 0:
+                    self.report_count()
+            else:
+                self.note_silent_step()
             return True
         found = int(count)
-        is_taken = found <= self.reported
-        self.complain(found, "")
+        is_taken = found <= self.reported_count
+        if report:
+            self.raise_if_new(found, "")
+        self.reported_count = found
         return is_taken
 
-    def complain(self, count: int, when: str) -> None:
-        new, self.reported = count > self.reported, count
-        if new and self.on_nonfinite == "raise":
+    def note_silent_step(self) -> None:
+        """Remember that the last step must not be reported. On a CPU there is nothing to remember: its count is known by now."""
+        count = self.counters.get("nonfinite")
+        self.has_silent_steps |= count is not None and not count.is_cpu
+
+    def acknowledge(self) -> None:
+        """Treat all non-finite steps so far as reported. On a GPU, this waits for the device."""
+        self.reported_count = int(self.counters.get("nonfinite", 0))
+        self.pending_copy, self.has_silent_steps = None, False
+
+    @contextmanager
+    def silenced(self) -> Iterator[None]:
+        """Inside the block, count non-finite steps, but never report them."""
+        before, self.on_nonfinite = self.on_nonfinite, "skip"
+        try:
+            yield
+        finally:
+            self.on_nonfinite = before
+            self.note_silent_step()
+
+    def raise_if_new(self, count: int, when: str) -> None:
+        is_new, self.reported_count = count > self.reported_count, count
+        if is_new and self.on_nonfinite == "raise":
             raise NonFiniteError(
                 f"{when}a gradient or Hessian diagonal, or its square, is not finite; weights and averages were left as they "
                 "were. Lower the step size, set trust_radius, or pass on_nonfinite='skip' to leave such steps out"
             )
 
-    def look_for_curvature(self, curvatures: Sequence[Tensor]) -> None:
-        """Warn once where the first curvature is zero everywhere, on a CPU, where looking costs nothing."""
-        if self.curvature_seen or not curvatures or not is_on_host(curvatures[0]):
+    def warn_if_zero(self, curvatures: Sequence[Tensor]) -> None:
+        """Warn if the first curvature is zero everywhere. Only on a CPU, where the check costs nothing."""
+        if self.has_seen_curvature or not curvatures or not is_on_host(curvatures[0]):
             return
-        self.curvature_seen = True
+        self.has_seen_curvature = True
         if not any(bool(curvature.any()) for curvature in curvatures):
             warnings.warn(
                 "the Hessian diagonal is zero for every parameter (piecewise linear model and loss?), so the step divides by eps "
                 "alone; use a loss with curvature, or an optimizer of the gradient",
                 CurvatureWarning,
-                stacklevel=4,
+                stacklevel=5,  # the line that called step
             )
 
 
-def counter(counters: dict[str, Tensor], name: str, device: torch.device) -> Tensor:
-    """A counter to add to in place, so that a captured CUDA graph counts too."""
-    if name not in counters:
-        counters[name] = torch.zeros((), dtype=torch.long, device=device)
-    return counters[name]
+# of the class and its attributes, in pickles that earlier versions wrote
+Watch = NonFiniteCheck
+EARLIER_NAMES = {"reported": "reported_count", "on_its_way": "pending_copy", "curvature_seen": "has_seen_curvature"}
 
 
 def is_capturing() -> bool:
-    """Whether a CUDA graph is being captured, which no host may look into; ``count`` goes on counting in it."""
+    """Whether a CUDA graph is being captured. The host may not read anything then; the graph's own counter goes on."""
     return torch.cuda.is_current_stream_capturing()
 
 
 def is_finite_on_host(tensors: Sequence[Tensor]) -> bool:
-    """The same at the cost of a product per tensor, where all of them are on the CPU in a precision that has room for squares."""
+    """Whether all tensors are finite and on the CPU in a dtype with room for their squares; one product per tensor."""
     return all(
         is_on_host(tensor) and tensor.dtype in (torch.float32, torch.float64) and math.isfinite(float(torch.dot(flat, flat)))
         for tensor in tensors
@@ -137,18 +179,18 @@ def is_finite_on_host(tensors: Sequence[Tensor]) -> bool:
 
 
 def is_finite(tensors: list[Tensor]) -> Tensor:
-    """By sums of squares: V averages squares, so that what overflows there counts as infinite too."""
+    """Whether all sums of squares are finite: V averages squares, so that a square that overflows counts as infinite too."""
     dtype = torch.float32 if tensors[0].dtype in (torch.float16, torch.bfloat16) else None
-    if tensors[0].device.type == "cpu":  # as few sums as there are shapes: a compiler makes a loop of each
+    if tensors[0].device.type == "cpu":  # a compiler merges sums over tensors of the same shape into one loop
         sums: Sequence[Tensor] = [tensor.to(dtype or tensor.dtype).square().sum() for tensor in tensors]
     else:
-        sums = torch._foreach_norm(tensors, 2, dtype=dtype)  # one kernel for all of them
-    if torch.compiler.is_compiling():  # one kernel, where stacking takes as many as there are tensors
+        sums = torch._foreach_norm(tensors, 2, dtype=dtype)  # one kernel for all tensors
+    if torch.compiler.is_compiling():  # one kernel, where stacking would take one for each tensor
         return functools.reduce(torch.add, sums).isfinite()
     return torch.stack(list(sums)).isfinite().all()
 
 
-def by_device(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+def by_device_and_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)

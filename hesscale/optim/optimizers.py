@@ -1,4 +1,4 @@
-"""The optimizers themselves: which diagonal they take, and what they square."""
+"""The optimizers themselves: which Hessian diagonal each takes, and what its V averages."""
 
 from __future__ import annotations
 
@@ -49,7 +49,13 @@ class Adam(CurvatureOptimizer):
 
 
 class Sampled(CurvatureOptimizer):
-    """Optimizers whose diagonal is a random estimate."""
+    """Optimizers whose Hessian diagonal is a random estimate.
+
+    Args:
+        num_samples: draws per step, whose mean is used.
+        generator: where the draws come from; None for torch's default generator.
+        args, options: as in :class:`CurvatureOptimizer`.
+    """
 
     def __init__(self, params: Any, *args: Any, num_samples: int = 1, generator: torch.Generator | None = None, **options: Any):
         if num_samples < 1:
@@ -65,11 +71,11 @@ class Sampled(CurvatureOptimizer):
 
     @property
     def estimator(self) -> str:
-        """The name of the estimate in :mod:`hesscale.estimators`."""
+        """The estimate's name in :mod:`hesscale.estimators`."""
         return self.method
 
     def diagonals(self, loss: Tensor, params: list[Tensor], **options: Any) -> Sequence[Tensor | None]:
-        """An estimate; ``head`` and ``fallback`` are for the recursion and do nothing here."""
+        """Estimates of the diagonals. ``head`` and ``fallback`` concern the recursion alone, and change nothing here."""
         return estimators.estimate(
             self.estimator,
             loss,
@@ -82,7 +88,11 @@ class Sampled(CurvatureOptimizer):
 
 
 class AdaHessian(Sampled):
-    """Hutchinson's estimate z∘Hz in V, as the paper has it; ``spatial_average`` averages |z∘Hz| over a kernel's window."""
+    """:class:`AdaHesScale` with Hutchinson's estimate z∘Hz in V, as in the paper.
+
+    Args:
+        spatial_average: average |z∘Hz| over the window of a convolution's kernel.
+    """
 
     method = "hutchinson"
 
@@ -98,9 +108,11 @@ class AdaHessian(Sampled):
 
 
 class GGNMC(Sampled):
-    """The Monte-Carlo estimate of the Gauss-Newton diagonal in V; ``per_sample`` squares each sample's draw, as the paper does.
+    """:class:`AdaHesScale` with a Monte-Carlo estimate of the Gauss-Newton diagonal in V.
 
-    Without, the draw of the whole batch is squared: for every model, but with entries that are next to zero by chance.
+    Args:
+        per_sample: square the draw of each sample, as the paper does. By default the draw of the whole batch is squared; that
+            works for every model, but some entries are close to zero by chance.
     """
 
     method = "ggn_mc"

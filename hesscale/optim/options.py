@@ -1,4 +1,4 @@
-"""What options of optimizers and their groups may be."""
+"""The values that options of optimizers and of their groups may have."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import torch
 from torch import Tensor
 
 TRUST_REGIONS = ("optimizer", "group")
-OF_THE_WHOLE = (  # no options of single groups
+OPTIMIZER_OPTIONS = (  # these hold for all groups together
     *("trust_region", "curvature_every", "curvature_dtype", "on_nonfinite"),
     *("num_samples", "generator", "per_sample", "spatial_average"),
 )
 
 
 def check_group(group: dict[str, Any]) -> None:
-    """Refuse options that are out of range or no group's, and parameters that cannot hold curvature."""
-    for name in OF_THE_WHOLE:
+    """Refuse options that are out of range or that no group has, and parameters that cannot hold curvature."""
+    for name in OPTIMIZER_OPTIONS:
         if name in group:
             raise ValueError(f"{name} holds for the whole optimizer: pass it to the constructor, not in a group")
     lr, betas, radius = group["lr"], group["betas"], group["trust_radius"]
-    check_number("lr", lr, 0 <= lr < math.inf and (not isinstance(lr, Tensor) or lr.dim() == 0))
-    check_number("betas", betas, len(betas) == 2 and all(0 <= beta < 1 for beta in betas))
-    check_number("eps", group["eps"], group["eps"] >= 0)
-    check_number("weight_decay", group["weight_decay"], group["weight_decay"] >= 0)
-    check_count("curvature_warmup", group["curvature_warmup"], 0)
-    check_number("trust_radius", radius, radius is None or radius > 0)
+    check_range("lr", lr, 0 <= lr < math.inf and (not isinstance(lr, Tensor) or lr.dim() == 0))
+    check_range("betas", betas, len(betas) == 2 and all(0 <= beta < 1 for beta in betas))
+    check_range("eps", group["eps"], group["eps"] >= 0)
+    check_range("weight_decay", group["weight_decay"], group["weight_decay"] >= 0)
+    check_count("curvature_warmup", group["curvature_warmup"], minimum=0)
+    check_range("trust_radius", radius, radius is None or radius > 0)
     for p in group["params"]:
         if p.is_complex():
             raise ValueError("complex parameters have no Hessian diagonal; hold real and imaginary parts as two parameters")
@@ -35,12 +35,13 @@ def check_group(group: dict[str, Any]) -> None:
             raise ValueError("float16 parameters have no room for squared curvature; keep them in float32 and use autocast")
 
 
-def check_count(name: str, value: Any, least: int) -> None:
+def check_count(name: str, value: Any, *, minimum: int) -> None:
+    """Refuse anything but a whole number of at least ``minimum``; NumPy's are welcome."""
     is_number = isinstance(value, Real) and not isinstance(value, bool)
-    check_number(name, value, is_number and value % 1 == 0 and value >= least)
+    check_range(name, value, is_number and value % 1 == 0 and value >= minimum)
 
 
-def check_number(name: str, value: Any, is_valid: Any) -> None:
+def check_range(name: str, value: Any, is_valid: Any) -> None:
     if not is_valid:
         raise ValueError(f"{name}={value!r} is out of range")
 

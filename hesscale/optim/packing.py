@@ -1,25 +1,81 @@
-"""Small parameters on a CPU, with their averages in one tensor each: there, calling an operator costs more than what it does."""
+"""Small parameters on a CPU share one flat tensor per average, since there an operator's call costs more than its work."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors as flat
+from torch._utils import _flatten_dense_tensors as flatten
 
-from .update import Batch
+from .batches import Batch
 
-MOST_NUMBERS = 2**16  # above, copying gradients costs more than it saves
+if TYPE_CHECKING:
+    from .base import CurvatureOptimizer
+
+MAX_PACKED_ENTRIES = 2**16  # of a group; above, copying the gradients costs more than it saves
 AVERAGES = {"momenta": "exp_avg", "gradient_squares": "exp_avg_sq", "curvature_squares": "exp_hess_sq"}
 COUNTERS = {"steps": "step", "curvature_steps": "curvature_step"}
 
 State = Mapping[Tensor, dict[str, Any]]
 
 
+class Packing:
+    """The packs of an optimizer, by the index of their group."""
+
+    def __init__(self, *, is_enabled: bool = True) -> None:
+        self.is_enabled = is_enabled
+        self.packs: dict[int, Pack] = {}
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the averages of any group are views of one tensor now."""
+        return any(pack.is_in_use() for pack in self.packs.values())
+
+    def packed_batch(self, optimizer: CurvatureOptimizer, index: int) -> Batch | None:
+        """The whole group as one batch of flat tensors; None if it has no pack, or its pack does not fit this step."""
+        pack = self.packs.get(index)
+        group = optimizer.param_groups[index]
+        if pack is None or not is_allowed(optimizer, group):
+            return None
+        uses_curvature = optimizer.uses_curvature
+        if uses_curvature != bool(pack.batch.curvature_squares):  # a trust region was added or removed
+            return None
+        gradients = [g for p in group["params"] if (g := p.grad) is not None and not g.is_sparse]
+        diagonals = [getattr(p, "hess_diag", None) for p in group["params"]] if uses_curvature else []
+        curvatures = [diagonal for diagonal in diagonals if diagonal is not None]
+        count = len(pack.params)
+        if len(gradients) < count or len(curvatures) not in (0, count) or not pack.fits(group["params"], optimizer.state):
+            return None
+        if curvatures and [curvature.shape for curvature in curvatures] != pack.shapes:
+            return None
+        return pack.filled_batch(group, gradients, [optimizer.prepare(curvature) for curvature in curvatures])
+
+    def pack(self, optimizer: CurvatureOptimizer, batches: list[Batch]) -> None:
+        """From the next step on, keep the averages of each batch that is a whole group of small parameters in one tensor."""
+        if not self.is_enabled:
+            return
+        for batch in batches:
+            is_whole_group = batch.pack is None and len(batch.params) == len(batch.group["params"])
+            if is_whole_group and is_allowed(optimizer, batch.group) and is_packable(batch):
+                self.packs[batch.group_index] = Pack(batch, optimizer.state)
+
+    def unpack(self) -> None:
+        """Give every parameter's state memory of its own, and pack no more."""
+        for pack in self.packs.values():
+            for state in pack.states:
+                state.update({name: value.clone() for name, value in state.items() if isinstance(value, Tensor)})
+        self.is_enabled, self.packs = False, {}
+
+
+def is_allowed(optimizer: CurvatureOptimizer, group: dict[str, Any]) -> bool:
+    """Whether a group's step may be packed: not parameter by parameter, and not under a gradient scaler."""
+    return group["foreach"] is not False and not hasattr(optimizer, "found_inf")
+
+
 def is_packable(batch: Batch) -> bool:
-    """Whether one tensor of each kind would be faster, and one number serves as the counter of all."""
+    """Whether the parameters are small and have made the same number of steps, so that one counter serves them all."""
     if not is_small(batch.params):
         return False
     counts = [[float(step) for step in steps] for steps in (batch.steps, batch.curvature_steps) if steps]
@@ -28,45 +84,58 @@ def is_packable(batch: Batch) -> bool:
 
 def is_small(params: Sequence[Tensor]) -> bool:
     is_eager_cpu = params[0].device.type == "cpu" and not torch.compiler.is_compiling()
-    return is_eager_cpu and len(params) > 1 and sum([p.numel() for p in params]) <= MOST_NUMBERS
+    return is_eager_cpu and len(params) > 1 and sum([p.numel() for p in params]) <= MAX_PACKED_ENTRIES
 
 
 class Pack:
-    """All parameters of a group, whose averages and counters are views of one tensor for each kind."""
+    """All parameters of a group. Each kind of average and counter is one flat tensor, and their states hold views of it."""
 
     def __init__(self, batch: Batch, state: State) -> None:
         self.params = batch.params
+        self.shapes = [p.shape for p in batch.params]
         self.states = [state[p] for p in batch.params]
-        self.batch = Batch(params=batch.params, pack=self)
-        self.entries: list[tuple[dict[str, Any], str, Tensor, int]] = []
-        for field, name in {**AVERAGES, **COUNTERS}.items():
-            if tensors := getattr(batch, field):
-                whole = flat(tensors)
-                setattr(self.batch, field, [whole])
-                for own, view in zip(self.states, self.split(whole) if field in AVERAGES else whole.unbind(), strict=True):
+        self.batch = Batch(batch.group, batch.group_index, params=batch.params, pack=self)
+        self.places: list[tuple[dict[str, Any], str]] = []  # the entries of states that hold views
+        self.views: list[Tensor] = []
+        for attribute, name in {**AVERAGES, **COUNTERS}.items():
+            if tensors := getattr(batch, attribute):
+                flat = flatten(tensors)
+                setattr(self.batch, attribute, [flat])
+                views = self.split(flat) if attribute in AVERAGES else flat.unbind()
+                for own, view in zip(self.states, views, strict=True):
                     own[name] = view
-                    self.entries.append((own, name, view, view.data_ptr()))
-        self.moves = torch.empty_like(self.batch.momenta[0])
-        self.moves_of = self.split(self.moves)
+                    self.places.append((own, name))
+                    self.views.append(view)
+        self.identity = self.identity_of(batch.params, state)
+        self.update = torch.empty_like(self.batch.momenta[0])  # U of the step under way
+        self.update_views = self.split(self.update)
 
-    def split(self, whole: Tensor) -> list[Tensor]:
-        """A tensor for all parameters as one for each."""
-        parts = whole.split([p.numel() for p in self.params])
+    def split(self, flat: Tensor) -> list[Tensor]:
+        """Views of a flat tensor, one for each parameter."""
+        parts = flat.split([p.numel() for p in self.params])
         return [part.view(p.shape) for part, p in zip(parts, self.params, strict=True)]
 
-    def holds(self, params: list[Tensor], state: State) -> bool:
-        """Whether these are still the parameters, their state is that of this pack, and none of them lags behind."""
-        return (
-            len(params) == len(self.params)
-            and all(p is own for p, own in zip(params, self.params, strict=True))
-            and all(state.get(p) is own for p, own in zip(params, self.states, strict=True))
-            and all(own.get(name) is view and view.data_ptr() == address for own, name, view, address in self.entries)
-            and all(is_constant(counts.tolist()) for counts in (*self.batch.steps, *self.batch.curvature_steps))
-        )
+    def identity_of(self, params: list[Tensor], state: State) -> tuple[list[int], ...]:
+        """Which objects these parameters, their states and the entries of these are, and where the entries lie in memory."""
+        entries = [own.get(name) for own, name in self.places]
+        states = [id(state.get(p)) for p in params]
+        return [*map(id, params)], states, [*map(id, entries)], [*map(Tensor.data_ptr, self.views)]
 
-    def filled(self, gradients: list[Tensor], curvatures: list[Tensor]) -> Batch:
-        self.batch.gradients = [flat(gradients)]
-        self.batch.curvatures = [flat(curvatures)] if curvatures else []
+    def fits(self, params: list[Tensor], state: State) -> bool:
+        """Whether these are the pack's parameters, their state is the pack's, and all have made the same number of steps."""
+        if self.identity_of(params, state) != self.identity:
+            return False
+        return all(is_constant(counts.tolist()) for counts in (*self.batch.steps, *self.batch.curvature_steps))
+
+    def is_in_use(self) -> bool:
+        """Whether any state still holds one of the pack's views."""
+        return any(own.get(name) is view for (own, name), view in zip(self.places, self.views, strict=True))
+
+    def filled_batch(self, group: dict[str, Any], gradients: list[Tensor], curvatures: list[Tensor]) -> Batch:
+        """The pack's batch, with the derivatives of this step."""
+        self.batch.group = group
+        self.batch.gradients = [flatten(gradients)]
+        self.batch.curvatures = [flatten(curvatures)] if curvatures else []
         return self.batch
 
 

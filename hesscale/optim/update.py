@@ -1,83 +1,87 @@
-"""The update that all optimizers share: Algorithms 2 and 3 of the paper, and Adam, over lists of tensors.
+"""The update that all optimizers share: Algorithm 2 of the paper, and Adam, over lists of tensors.
 
-    M ← β₁M + (1 − β₁)F        V ← β₂V + (1 − β₂)S²        U = α M̂ ⊘ (√V̂ + ε)                (Algorithm 2)
-    h = Σ √V̂ ∘ U²              η = min(1, √(2Δ/h))          W ← W − ηU                        (Algorithm 3)
+    M ← β₁M + (1 − β₁)F        V ← β₂V + (1 − β₂)S²        update_averages
+    M̂ = M/(1 − β₁ᵗ)            V̂ = V/(1 − β₂ᵗ)             bias_corrections
+    U = α M̂ ⊘ (√V̂ + ε)                                     update_quotient, evaluate
+    W ← W − ηU                                             apply_update
 
-F is the gradient; S the Hessian diagonal, or F for Adam, whose trust region keeps an average of the diagonal beside it.
+F is the gradient, and S the Hessian diagonal. For Adam, S is the gradient too; its trust region averages the diagonal beside it.
+η is 1, or less where :mod:`hesscale.optim.trust_region` shortens the step.
+
+A ``mask`` is a 0-d tensor: 1 for a step that counts, 0 for one that must change nothing, None where 1 is known on the host.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors
 
-if TYPE_CHECKING:
-    from .packing import Pack
-
-Number = float | Tensor  # a tensor while a step is traced for :func:`hesscale.compile_step`, so that it may change later
+from .batches import Batch
+from .scalars import Number, is_nonzero, is_on_host, materialize, step_numbers
 
 
-@dataclass
-class Batch:
-    """Parameters of one group on one device with one dtype, and what their update needs."""
+class Quotient(NamedTuple):
+    """U = factor · M ⊘ denominator as its parts, which a fused operator can apply without storing U."""
 
-    params: list[Tensor] = field(default_factory=list)
-    gradients: list[Tensor] = field(default_factory=list)
-    curvatures: list[Tensor] = field(default_factory=list)  # empty between curvature updates
-    momenta: list[Tensor] = field(default_factory=list)
-    gradient_squares: list[Tensor] = field(default_factory=list)  # Adam's V
-    curvature_squares: list[Tensor] = field(default_factory=list)
-    steps: list[Tensor] = field(default_factory=list)
-    curvature_steps: list[Tensor] = field(default_factory=list)
-    pack: Pack | None = None  # the lists but the first then hold one tensor each, for all parameters
-
-    def whole(self, tensors: list[Tensor]) -> list[Tensor]:
-        """One tensor per parameter, as the other lists of the batch have them."""
-        return tensors if self.pack is None else [_flatten_dense_tensors(tensors)]
-
-    def move(self, denominators: list[Tensor], factors: list[Any], scale: Tensor | None) -> None:
-        """W ← W − scale · factor · M ⊘ denominator."""
-        if self.pack is not None:
-            torch.div(self.momenta[0], denominators[0], out=self.pack.moves)
-            steps, own = [self.pack.moves], self.pack.moves_of
-        elif scale is None and not isinstance(factors[0], Tensor):
-            torch._foreach_addcdiv_(self.params, self.momenta, denominators, [-factor for factor in factors])
-            return
-        else:
-            steps = own = list(torch._foreach_div(self.momenta, denominators))
-        torch._foreach_mul_(steps, factors)
-        if scale is not None:
-            torch._foreach_mul_(steps, scale)
-            for step in steps:
-                step.nan_to_num_(0.0, 0.0, 0.0)  # ∞ · 0
-        torch._foreach_sub_(self.params, own)
+    denominators: list[Tensor]
+    factors: list[Any]
 
 
-def average(batch: Batch, betas: tuple[Number, Number], alive: Tensor | None) -> None:
-    """Move the averages on; ``alive`` is a 0-d tensor that is 0 where this step must leave no trace."""
-    beta1, beta2 = betas
-    count(batch.steps, alive)
+def regularize(batch: Batch, mask: Tensor | None) -> None:
+    """Negate the derivatives for ``maximize``, add those of the L2 penalty, and set them to 0 if the step is masked out."""
+    group = batch.group
+    if group["maximize"]:
+        batch.gradients = list(torch._foreach_neg(batch.gradients))
+        batch.curvatures = list(torch._foreach_neg(batch.curvatures)) if batch.curvatures else []
+    if is_nonzero(group["weight_decay"]) and not group["decoupled_weight_decay"]:
+        penalty = list(torch._foreach_mul(batch.pack_like(batch.params), group["weight_decay"]))
+        torch._foreach_add_(penalty, batch.gradients)
+        batch.gradients = penalty
+        if batch.curvatures:
+            batch.curvatures = list(torch._foreach_add(batch.curvatures, group["weight_decay"]))
+    if mask is not None:
+        mask = mask.to(batch.params[0].device)
+        batch.gradients = [torch.where(mask > 0, t, 0) for t in batch.gradients]
+        batch.curvatures = [torch.where(mask > 0, t, 0) for t in batch.curvatures]
+
+
+def update_averages(batch: Batch, mask: Tensor | None) -> None:
+    """M ← β₁M + (1 − β₁)F and V ← β₂V + (1 − β₂)S², and count the step; V only when there is new curvature."""
+    beta1, beta2 = batch.group["betas"]
+    if mask is not None:
+        mask = mask.to(batch.params[0].device)
+    count_step(batch.steps, mask)
     if batch.curvatures:
-        count(batch.curvature_steps, alive)
-    if alive is not None and batch.momenta[0].dtype is torch.float64:
-        alive = alive.double()  # so that β keeps its digits
-    keep2 = kept(beta2, alive)
-    if alive is None:
+        count_step(batch.curvature_steps, mask)
+    if mask is not None and batch.momenta[0].dtype is torch.float64:
+        mask = mask.double()  # so that β keeps its digits
+    decay2 = masked_decay(beta2, mask)
+    if mask is None:
         torch._foreach_lerp_(batch.momenta, batch.gradients, float(1 - beta1))
     else:
-        torch._foreach_mul_(batch.momenta, kept(beta1, alive))
+        torch._foreach_mul_(batch.momenta, masked_decay(beta1, mask))
         add(batch.momenta, batch.gradients, 1 - beta1)
     if batch.gradient_squares:
-        torch._foreach_mul_(batch.gradient_squares, keep2)
+        torch._foreach_mul_(batch.gradient_squares, decay2)
         add_squares(batch.gradient_squares, batch.gradients, 1 - beta2)
     if batch.curvatures:
-        torch._foreach_mul_(batch.curvature_squares, keep2)
+        torch._foreach_mul_(batch.curvature_squares, decay2)
         add_squares(batch.curvature_squares, batch.curvatures, 1 - beta2)
+
+
+def masked_decay(beta: Number, mask: Tensor | None) -> Number:
+    """β, or 1 where the step is masked out."""
+    return beta if mask is None else 1 - (1 - beta) * mask
+
+
+def count_step(steps: list[Tensor], mask: Tensor | None) -> None:
+    if mask is None:
+        torch._foreach_add_(steps, 1)
+    else:
+        torch._foreach_add_(steps, [mask] * len(steps))  # a single tensor for all of them would be read on the host
 
 
 def add(totals: list[Tensor], values: list[Tensor], factor: Number) -> None:
@@ -94,51 +98,12 @@ def add_squares(totals: list[Tensor], values: list[Tensor], factor: Number) -> N
         torch._foreach_addcmul_(totals, values, values, factor)
 
 
-def count(steps: list[Tensor], alive: Tensor | None) -> None:
-    if alive is None:
-        torch._foreach_add_(steps, 1)
-    else:
-        torch._foreach_add_(steps, [alive] * len(steps))  # one tensor for all would be read on the host
-
-
-def kept(beta: Number, alive: Tensor | None) -> Number:
-    return beta if alive is None else 1 - (1 - beta) * alive
-
-
-def quotient(batch: Batch, lr: Number, betas: tuple[Number, Number], eps: Number, warmup: Number) -> tuple[list[Tensor], Any]:
-    """U = factor · M ⊘ denominator, with √V + ε√(1 − β₂ᵗ) as denominator, in new tensors.
-
-    Zero before V has seen anything, and until the average of curvatures has seen more than ``warmup``.
-    """
-    beta1, beta2 = betas
-    by_gradient = bool(batch.gradient_squares)
-    squares, steps = (batch.gradient_squares, batch.steps) if by_gradient else (batch.curvature_squares, batch.curvature_steps)
-    scales = [c**0.5 for c in corrections(beta2, steps)]
-    denominators = list(torch._foreach_sqrt(squares))
-    torch._foreach_add_(denominators, computed_once([eps * scale + (scale == 0) for scale in scales]))
-    if isinstance(eps, Tensor) or eps == 0:  # an entry that has seen nothing stays
-        denominators = [torch.where(d == 0, torch.inf, d) for d in denominators]
-    firsts = corrections(beta1, batch.steps)
-    factors = [lr * s / (first + (first == 0)) for s, first in zip(scales, firsts, strict=True)]
-    if batch.curvature_steps and (isinstance(warmup, Tensor) or warmup):
-        factors = [factor * (count > warmup) for factor, count in zip(factors, counts(batch.curvature_steps), strict=True)]
-    return denominators, computed_once(factors)
-
-
-def root(squares: list[Tensor], steps: list[Tensor], beta2: Number, bias_correction: bool) -> list[Tensor]:
-    """√V̂, in new tensors."""
-    roots = list(torch._foreach_sqrt(squares))
-    if bias_correction:
-        torch._foreach_div_(roots, computed_once([c**0.5 + (c == 0) for c in corrections(beta2, steps)]))
-    return roots
-
-
-def corrections(beta: Number, steps: list[Tensor]) -> list[Any]:
-    """1 − βᵗ: numbers on a CPU, tensors elsewhere, where reading a number would stall."""
+def bias_corrections(beta: Number, steps: list[Tensor]) -> list[Any]:
+    """1 − βᵗ: numbers on a CPU, tensors elsewhere, where reading a number would wait for the device."""
     if not steps or is_on_host(steps[0]):
-        return [1 - beta**count for count in counts(steps)]
+        return [1 - beta**t for t in step_numbers(steps)]
     rate = beta.clamp_min(1e-30).log() if isinstance(beta, Tensor) else math.log(max(beta, 1e-30))
-    if torch.compiler.is_compiling():  # which puts these into the kernels that use them
+    if torch.compiler.is_compiling():  # the compiler fuses these into the kernels that use them
         return [-torch.expm1(step * rate) for step in steps]
     found = torch._foreach_mul(steps, rate)
     torch._foreach_expm1_(found)  # in float32, 1 − 0.999 would lose four digits
@@ -146,32 +111,63 @@ def corrections(beta: Number, steps: list[Tensor]) -> list[Any]:
     return list(found)
 
 
-def counts(steps: list[Tensor]) -> list[Any]:
-    """Numbers on a CPU, tensors elsewhere."""
-    return [float(step if step.dim() == 0 else step.tolist()[0]) if is_on_host(step) else step for step in steps]
+def update_quotient(batch: Batch) -> Quotient:
+    """U = α M̂ ⊘ (√V̂ + ε), written as factor · M ⊘ (√V + ε√(1 − β₂ᵗ)).
+
+    U is zero before V has seen anything, and until V has seen more than ``curvature_warmup`` Hessian diagonals.
+    """
+    group = batch.group
+    (beta1, beta2), eps, warmup = group["betas"], group["eps"], group["curvature_warmup"]
+    if batch.gradient_squares:
+        squares, steps = batch.gradient_squares, batch.steps
+    else:
+        squares, steps = batch.curvature_squares, batch.curvature_steps
+    roots = [correction**0.5 for correction in bias_corrections(beta2, steps)]  # √(1 − β₂ᵗ)
+    denominators = list(torch._foreach_sqrt(squares))
+    torch._foreach_add_(denominators, materialize([eps * root + (root == 0) for root in roots]))
+    if isinstance(eps, Tensor) or eps == 0:  # no step where V is 0
+        denominators = [torch.where(d == 0, torch.inf, d) for d in denominators]
+    firsts = bias_corrections(beta1, batch.steps)  # 1 − β₁ᵗ
+    factors = [group["lr"] * root / (first + (first == 0)) for root, first in zip(roots, firsts, strict=True)]
+    if batch.curvature_steps and is_nonzero(warmup):
+        seen = step_numbers(batch.curvature_steps)
+        factors = [factor * (count > warmup) for factor, count in zip(factors, seen, strict=True)]
+    return Quotient(denominators, materialize(factors))
 
 
-def computed_once(numbers: list[Any]) -> list[Any]:
-    """Numbers in memory of their own where a step is traced for a CPU: a compiler would compute them again for every entry."""
-    is_traced = torch.compiler.is_compiling() and numbers[0].device.type == "cpu"
-    return list(torch.stack(numbers).unbind()) if is_traced else numbers
+def evaluate(batch: Batch, quotient: Quotient) -> list[Tensor]:
+    """U = factor · M ⊘ denominator, in tensors that the caller may change."""
+    if batch.pack is None:
+        update = list(torch._foreach_div(batch.momenta, quotient.denominators))
+    else:
+        update = [torch.div(batch.momenta[0], quotient.denominators[0], out=batch.pack.update)]
+    torch._foreach_mul_(update, quotient.factors)
+    return update
 
 
-def is_on_host(tensor: Tensor) -> bool:
-    """Whether the value of a tensor can be read at no cost: on a CPU, unless the step is being traced."""
-    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+def apply_update(batch: Batch, quotient: Quotient, eta: Tensor | None, mask: Tensor | None) -> None:
+    """W ← W − ηU, after decoupled weight decay; η is 1 where it is None."""
+    scale = eta if mask is None else mask if eta is None else eta * mask
+    if scale is not None:
+        scale = scale.to(batch.params[0].device)
+    decay_weights(batch, scale)
+    if scale is None and batch.pack is None and not isinstance(quotient.factors[0], Tensor):
+        factors = [-factor for factor in quotient.factors]
+        torch._foreach_addcdiv_(batch.params, batch.momenta, quotient.denominators, factors)
+        return
+    update = evaluate(batch, quotient)
+    if scale is not None:
+        torch._foreach_mul_(update, scale)
+        for u in update:
+            u.nan_to_num_(0.0, 0.0, 0.0)  # ∞ · 0
+    torch._foreach_sub_(batch.params, update if batch.pack is None else batch.pack.update_views)
 
 
-def quadratic(batch: Batch, denominators: list[Tensor], factors: Any, beta2: Number, bias_correction: bool) -> Tensor:
-    """Σ √V̂ ∘ U², the curvature along the update."""
-    weighted = list(torch._foreach_div(batch.momenta, denominators))
-    torch._foreach_mul_(weighted, factors)
-    torch._foreach_mul_(weighted, weighted)
-    torch._foreach_mul_(weighted, root(batch.curvature_squares, batch.curvature_steps, beta2, bias_correction))
-    dtype = torch.float32 if weighted[0].dtype == torch.bfloat16 else None
-    return torch.stack([w.nan_to_num_(0.0, math.inf).sum(dtype=dtype) for w in weighted]).sum()  # 0·∞: no curvature
-
-
-def trust(h: Tensor, radius: Number) -> Tensor:
-    """η = min(1, √(2Δ/h)), 1 where h = 0 and 0 where it is infinite."""
-    return (2 * radius / h).sqrt().clamp_max(1)
+def decay_weights(batch: Batch, scale: Tensor | None) -> None:
+    """W ← (1 − αλ)W if weight decay is decoupled, unless ``scale`` is 0."""
+    group = batch.group
+    if group["decoupled_weight_decay"] and is_nonzero(group["weight_decay"]):
+        decay = group["lr"] * group["weight_decay"]
+        if scale is not None:
+            decay = decay * (scale > 0).to(batch.params[0].dtype)
+        torch._foreach_mul_(batch.params, 1 - decay)

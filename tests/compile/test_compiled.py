@@ -895,10 +895,11 @@ def test_tensors_kept_in_one_place_are_buffers(keep):
 
 def test_a_trace_that_fails_leaves_everything_in_its_place():
     class Failing(hesscale.AdaHesScale):
-        def average(self, *args):
-            super().average(*args)
+        def apply(self, *args):
+            is_taken = super().apply(*args)
             if torch.compiler.is_compiling():
                 raise RuntimeError("not while tracing")
+            return is_taken
 
     def everything(step):
         model, optimizer = step.model, step.optimizer

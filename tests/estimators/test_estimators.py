@@ -477,6 +477,40 @@ def test_a_generator_makes_draws_reproducible(method):
     assert torch.equal(state, torch.get_rng_state())
 
 
+@pytest.mark.parametrize("name", ["exact", "ggn", "ggn_mc", "hesscale"])
+def test_estimates_of_a_single_number(name):
+    """A temperature: 0-d, and a leaf of the head."""
+    scale, z = torch.tensor(0.7, requires_grad=True), torch.randn(4, 3)
+    loss = F.cross_entropy(nn.Linear(3, 3)(z) * scale, torch.tensor([0, 1, 2, 0]))
+    (got,) = estimate(name, loss, [scale], retain_graph=True)
+    torch.testing.assert_close(got, oracle.hessian_diagonal(loss, scale))
+
+
+def test_a_small_softmax_beside_a_large_square_is_not_lost():
+    """float32: the actor's curvature is a thousandth of the critic's."""
+    torch.set_default_dtype(torch.float32)
+    actor, critic, x = nn.Linear(4, 3), nn.Linear(4, 1), torch.randn(16, 4)
+    advantage = 2e-3 * torch.rand(16)
+    log_prob = F.log_softmax(actor(x), 1)[torch.arange(16), torch.arange(16) % 3]
+    loss = -(log_prob * advantage).mean() + 0.5 * F.mse_loss(critic(x).squeeze(1), torch.ones(16))
+    params = [actor.weight, critic.weight]
+    truth = estimate("ggn", loss, params, retain_graph=True)
+    generator = torch.Generator().manual_seed(0)
+    drawn = estimate("ggn_mc", loss, params, num_samples=4000, generator=generator, retain_graph=True)
+    for mine, exact in zip(drawn, truth, strict=True):
+        assert float((mine - exact).abs().sum() / exact.abs().sum()) < 0.2
+
+
+def test_a_log_likelihood_has_negative_curvature():
+    layer, x = nn.Linear(4, 3), torch.randn(8, 4)
+    loss = F.log_softmax(layer(x), 1).mean()
+    (truth,) = estimate("ggn", loss, [layer.weight], retain_graph=True)
+    generator = torch.Generator().manual_seed(0)
+    (drawn,) = estimate("ggn_mc", loss, [layer.weight], num_samples=4000, generator=generator, retain_graph=True)
+    assert (truth < 0).all()
+    assert float((drawn - truth).abs().sum() / truth.abs().sum()) < 0.2
+
+
 # --------------------------------------------------------------------------------------------------------- gradients of samples
 
 

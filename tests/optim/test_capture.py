@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import threading
 
 import pytest
 import torch
 import torch.nn.functional as F
-from test_optim import assert_same, batches, make_model, train
+from training import assert_same, batches, make_model, train, weight
 
 import hesscale
-from hesscale.optim import AdaHesScale, AdaHesScaleGN, AdaHessian, Adam
+from hesscale.optim import GGNMC, AdaHesScale, AdaHesScaleGN, AdaHessian, Adam
 
 ORIGINAL = torch.autograd.backward
 
@@ -165,4 +167,74 @@ def test_gradient_scaler_that_unscales_first():
 
 def test_only_our_optimizers_are_taken():
     with pytest.raises(TypeError, match=r"hesscale\.optim"), hesscale.capture(torch.optim.Adam(make_model().parameters())):
+        pass
+
+
+@pytest.mark.parametrize("optimizer", [AdaHesScale, AdaHessian, GGNMC])
+def test_our_own_passes_are_not_captured_again(optimizer):
+    def run(model, block):
+        options = {} if optimizer is AdaHesScale else {"generator": torch.Generator().manual_seed(0)}
+        opt = optimizer(model.parameters(), **options)
+        with hesscale.capture(opt) if block else contextlib.nullcontext():
+            for _ in range(2):
+                opt.backward(F.cross_entropy(model(x), y))
+
+    x, y = next(batches(1))
+    model, other = make_model(), make_model()
+    run(model, block=True)
+    run(other, block=False)
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+        assert torch.equal(p.hess_diag, q.hess_diag)
+
+
+def test_two_captured_optimizers_may_not_share_a_parameter():
+    w = weight()
+    with pytest.raises(ValueError, match="share a parameter"), hesscale.capture(AdaHesScale([w]), AdaHesScale([w])):
+        pass
+
+
+def test_capture_survives_another_patch():
+    original = torch.autograd.backward
+    w = weight()
+    opt = AdaHesScale([w])
+    calls = []
+    with hesscale.capture(opt):
+        ours = torch.autograd.backward
+
+        def wrapper(*args, **options):
+            calls.append(1)
+            ours(*args, **options)
+
+        torch.autograd.backward = wrapper
+        (w**2).sum().backward()
+    assert torch.autograd.backward is wrapper
+    (w**2).sum().backward()
+    with hesscale.capture(opt):
+        (w**2).sum().backward()
+    torch.autograd.backward = original
+    assert len(calls) >= 3
+    assert w.hess_diag is not None
+
+
+def test_blocks_may_close_in_any_order():
+    async def job(opt, w, first: float, second: float):
+        with hesscale.capture(opt):
+            await asyncio.sleep(first)
+            opt.zero_grad()
+            (w**2).sum().backward()
+            await asyncio.sleep(second)
+        return w.hess_diag is not None
+
+    async def both():
+        a, b = weight(), weight()
+        return await asyncio.gather(job(AdaHesScale([a]), a, 0, 0), job(AdaHesScale([b]), b, 0.05, 0))
+
+    original = torch.autograd.backward
+    assert asyncio.run(both()) == [True, True]
+    assert torch.autograd.backward is original
+
+
+def test_unknown_options_are_refused():
+    with pytest.raises(TypeError, match="typo"), hesscale.capture(AdaHesScale([weight()]), typo=1):
         pass

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...compile.ensemble import Ensemble, ensemble
-from ...compile.step import CompiledStep, compile_step
+from ...compile.ensemble import ensemble
+from ...compile.step import compile_step
 from ...optim import CurvatureOptimizer
 from ..lab.store import seeded
 from ..optimizers import AGENT_OPTIMIZERS
@@ -54,6 +54,7 @@ class Algorithm:
         self.agent_batch = AgentBatch(self.agents)
         self.shuffles = [torch.Generator().manual_seed(config.seed) for config in configs]
         self.optimizers = [optimizer_for(agent, config) for agent, config in zip(self.agents, configs, strict=True)]
+        self.compile: Callable[..., None] = lambda *_: None
         self.step = self.make_step()
         self.is_warm = self.is_cleanrl
         self.replica: VectorEnv | None = (
@@ -86,8 +87,11 @@ class Algorithm:
         if self.is_cleanrl:
             return self.clipped_steps
         if len(self.agents) > 1:
-            return ensemble(self.agents, self.loss, self.optimizers, backend=self.config.backend).again
+            together = ensemble(self.agents, self.loss, self.optimizers, backend=self.config.backend)
+            self.compile = together.warm_up
+            return together.again
         alone = compile_step(self.agents[0], self.loss, self.optimizers[0], backend=self.config.backend)
+        self.compile = lambda *batch: alone.warm_up(*[tensor[0] for tensor in batch])
         return lambda *batch: alone.again(*[tensor[0] for tensor in batch])
 
     def iterate(self, is_logged: bool = True) -> None:
@@ -147,8 +151,7 @@ class Algorithm:
 
     def warm_up(self, batch: tuple[Tensor, ...]) -> None:
         """Compile without training, so that every step that counts runs the same code, even after a resume."""
-        if isinstance(self.step, (CompiledStep, Ensemble)):
-            self.step.warm_up(*batch)
+        self.compile(*batch)
         self.is_warm = True
 
     def pairs(self) -> list[tuple[Agent, CurvatureOptimizer]]:

@@ -153,7 +153,7 @@ class Members:
             if "step_count" in group:
                 group["step_count"] = state["step_counts"][i] if state else 0
         if isinstance(optimizer, CurvatureOptimizer):
-            optimizer.watch.reported = optimizer.nonfinite_steps
+            optimizer.acknowledge_nonfinite_steps()
 
     def parts(self, k: int) -> dict[str, list[Tensor]]:
         """The tensors that a step changes."""

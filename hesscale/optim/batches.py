@@ -1,0 +1,123 @@
+"""The parameters of a step, in batches that one foreach call can update."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch._utils import _flatten_dense_tensors
+
+from .scalars import is_on_host
+
+if TYPE_CHECKING:
+    from .base import CurvatureOptimizer
+    from .packing import Pack, Packing
+
+MISSING_CURVATURE = (
+    "in place of a plain loss.backward(), call optimizer.backward(loss) or hesscale.backward(loss), or wrap the loop in "
+    "`with hesscale.capture(optimizer):`"
+)
+
+
+@dataclass
+class Batch:
+    """Parameters of one group on one device with one dtype, and what their update needs."""
+
+    group: dict[str, Any]
+    group_index: int
+    params: list[Tensor] = field(default_factory=list)
+    gradients: list[Tensor] = field(default_factory=list)
+    curvatures: list[Tensor] = field(default_factory=list)  # empty between curvature updates
+    momenta: list[Tensor] = field(default_factory=list)  # M
+    gradient_squares: list[Tensor] = field(default_factory=list)  # V of Adam
+    curvature_squares: list[Tensor] = field(default_factory=list)  # V of the others, and of every trust region
+    steps: list[Tensor] = field(default_factory=list)
+    curvature_steps: list[Tensor] = field(default_factory=list)
+    pack: Pack | None = None  # if set, every list except ``params`` holds one flat tensor for all parameters
+
+    def pack_like(self, tensors: list[Tensor]) -> list[Tensor]:
+        """One tensor per parameter, in the form of this batch's other lists."""
+        return tensors if self.pack is None else [_flatten_dense_tensors(tensors)]
+
+
+def collect(optimizer: CurvatureOptimizer, packing: Packing) -> list[Batch]:
+    """All parameters that have a gradient.
+
+    Raises:
+        RuntimeError: for sparse gradients, and for Hessian diagonals that are missing or have another shape.
+    """
+    found: list[Batch] = []
+    for index in range(len(optimizer.param_groups)):
+        packed = packing.packed_batch(optimizer, index)
+        found += collect_group(optimizer, index, packing) if packed is None else [packed]
+    check_curvature(optimizer, found)
+    return found
+
+
+def collect_group(optimizer: CurvatureOptimizer, index: int, packing: Packing) -> list[Batch]:
+    """The parameters of a group that is not packed."""
+    group = optimizer.param_groups[index]
+    batches: dict[object, Batch] = {}
+    for p in group["params"]:
+        if p.grad is None:
+            continue
+        if p.grad.is_sparse:
+            raise RuntimeError(f"{type(optimizer).__name__} takes dense gradients; build the embedding with sparse=False")
+        key = (p.device, p.dtype, id(p) if group["foreach"] is False else None)
+        if key not in batches:
+            batches[key] = Batch(group, index)
+        add_parameter(batches[key], p, optimizer)
+    found = list(batches.values())
+    if packing.is_enabled and any(is_on_host(batch.steps[0]) and float(batch.steps[0]) > 0 for batch in found):
+        packing.pack(optimizer, found)  # the state was loaded: this step must round as it would have without saving
+        packed = packing.packed_batch(optimizer, index)
+        return found if packed is None else [packed]
+    return found
+
+
+def add_parameter(batch: Batch, p: Tensor, optimizer: CurvatureOptimizer) -> None:
+    """Add a parameter, its derivatives and its state to a batch."""
+    state = optimizer.state[p]
+    if optimizer.squares_gradient and state and "exp_avg_sq" not in state:
+        raise RuntimeError(
+            "the loaded state has no exp_avg_sq: it is that of an optimizer that does not average squared gradients"
+        )
+    batch.params.append(p)
+    batch.gradients.append(p.grad)  # type: ignore[arg-type]
+    batch.momenta.append(state_tensor(state, "exp_avg", p))
+    batch.steps.append(state_tensor(state, "step", p))
+    if optimizer.squares_gradient:
+        batch.gradient_squares.append(state_tensor(state, "exp_avg_sq", p))
+    if optimizer.uses_curvature:
+        batch.curvature_squares.append(state_tensor(state, "exp_hess_sq", p))
+        batch.curvature_steps.append(state_tensor(state, "curvature_step", p))
+        curvature: Tensor | None = getattr(p, "hess_diag", None)
+        if curvature is not None:
+            if curvature.shape != p.shape:
+                raise RuntimeError(f"hess_diag has shape {tuple(curvature.shape)}, its parameter {tuple(p.shape)}")
+            batch.curvatures.append(optimizer.prepare(curvature))
+
+
+def state_tensor(state: dict[str, Any], name: str, p: Tensor) -> Tensor:
+    """An entry of a parameter's state, created at zero: a step counter, or an average of the parameter's shape."""
+    if name not in state:
+        state[name] = torch.zeros((), device=p.device) if name.endswith("step") else torch.zeros_like(p)
+    found: Tensor = state[name]
+    return found
+
+
+def check_curvature(optimizer: CurvatureOptimizer, batches: list[Batch]) -> None:
+    """Either all parameters with a gradient have a new Hessian diagonal, or none has and an older average can serve."""
+    wanted = sum([len(batch.curvature_squares) for batch in batches])
+    present = sum([len(batch.curvatures) for batch in batches])
+    if present == wanted:
+        return
+    if present:
+        raise RuntimeError(
+            f"{wanted - present} of {wanted} parameters with a gradient have no hess_diag; {MISSING_CURVATURE}. Zeros that "
+            "zero_grad(set_to_none=False) left are gradients too: pass set_to_none=True"
+        )
+    if optimizer.is_curvature_due:
+        raise RuntimeError(f"{type(optimizer).__name__} needs hess_diag for this step and found none; {MISSING_CURVATURE}")

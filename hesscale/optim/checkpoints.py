@@ -1,0 +1,39 @@
+"""State dicts and pickles of optimizers, also those that earlier versions wrote."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .base import CurvatureOptimizer
+
+
+def picklable_attributes(optimizer: CurvatureOptimizer) -> dict[str, Any]:
+    """The public attributes of an optimizer, without the function that a scheduler puts in the place of ``step``."""
+    return {name: value for name, value in optimizer.__dict__.items() if name[0] != "_" and not callable(value)}
+
+
+def upgrade_pickle(optimizer: CurvatureOptimizer) -> None:
+    """Give an optimizer that an earlier version pickled the attributes and options of this one."""
+    if "watch" in optimizer.__dict__:
+        optimizer.nonfinite_check = optimizer.__dict__.pop("watch")
+    if "curvature_warmup" not in optimizer.defaults:
+        for options in (optimizer.defaults, *optimizer.param_groups):
+            options["curvature_warmup"] = 0
+        optimizer.option_names = tuple(optimizer.defaults)
+
+
+def complete_loaded_state(optimizer: CurvatureOptimizer) -> None:
+    """Add options that the saved groups lack, move step counters to their parameters' devices, and copy every tensor."""
+    for group in optimizer.param_groups:
+        for name in optimizer.option_names:
+            group.setdefault(name, optimizer.defaults[name])
+        group.setdefault("step_count", 0)
+        for p in group["params"]:
+            state = optimizer.state.get(p, {})
+            for name in {"step", "curvature_step"} & state.keys():
+                state[name] = torch.as_tensor(state[name]).to(device=p.device, dtype=torch.float32)
+            state.update({name: value.clone() for name, value in state.items() if isinstance(value, Tensor)})

@@ -1,0 +1,38 @@
+"""Step numbers and counters: plain numbers where reading them is free, tensors on a GPU and in a traced step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Number = float | Tensor  # a tensor while a step is traced for :func:`hesscale.compile_step`, so that it may change later
+
+
+def is_on_host(tensor: Tensor) -> bool:
+    """Whether the value of a tensor can be read at no cost: on a CPU, unless the step is being traced."""
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def is_nonzero(value: Number) -> bool:
+    """Whether an option may be nonzero. A tensor counts as nonzero, since reading it might wait for the device."""
+    return isinstance(value, Tensor) or value != 0
+
+
+def step_numbers(steps: list[Tensor]) -> list[Any]:
+    """t for each step counter: a number on a CPU, the tensor itself elsewhere."""
+    return [float(step if step.dim() == 0 else step.tolist()[0]) if is_on_host(step) else step for step in steps]
+
+
+def materialize(numbers: list[Any]) -> list[Any]:
+    """Store scalars in memory while a step is traced for a CPU; the compiler would recompute them for every entry."""
+    is_traced = torch.compiler.is_compiling() and numbers[0].device.type == "cpu"
+    return list(torch.stack(numbers).unbind()) if is_traced else numbers
+
+
+def counter(counters: dict[str, Tensor], name: str, device: torch.device) -> Tensor:
+    """The counter of this name, created at 0. Add to it in place, so that a captured CUDA graph counts too."""
+    if name not in counters:
+        counters[name] = torch.zeros((), dtype=torch.long, device=device)
+    return counters[name]
