@@ -139,8 +139,7 @@ class Members(ABC):
         losses = []
         for k, member in enumerate(self.members):
             optimizer = member.optimizer.optimizer
-            is_ours = isinstance(optimizer, CurvatureOptimizer)
-            with optimizer.without_nonfinite_errors() if is_ours else nullcontext():
+            with optimizer.without_nonfinite_errors() if isinstance(optimizer, CurvatureOptimizer) else nullcontext():
                 losses.append(member.eager(signature.batch(self.part(tensors, k))))
         self.align()
         return torch.stack(losses)

@@ -15,42 +15,70 @@ from ..optim import CurvatureOptimizer
 @contextlib.contextmanager
 def restored(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
     """Undo what happens in the block to parameters, buffers, the optimizers' state and options, and random numbers."""
-    modules = [module for model in models for module in model.modules()]
-    buffers = [(module._buffers, dict(module._buffers)) for module in modules]
+    buffers = [module._buffers for model in models for module in model.modules()]
+    buffers_before = [dict(named) for named in buffers]
     parameters = [p for model in models for p in model.parameters()]
     parameters += [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-    held = [tensor for _, named in buffers for tensor in named.values() if tensor is not None]
-    held += [tensor for optimizer in optimizers for tensor in state_tensors(optimizer)]
-    saved = [(tensor, tensor.detach().clone()) for tensor in {id(t): t for t in (*parameters, *held)}.values()]
-    known = [{id(p) for p in optimizer.state} for optimizer in optimizers]
-    options = [[dict(group) for group in optimizer.param_groups] for optimizer in optimizers]
+    held = [tensor for named in buffers for tensor in named.values() if tensor is not None]
+    values = {id(tensor): (tensor, tensor.detach().clone()) for tensor in (*parameters, *held)}
     devices = {p.device for p in parameters if p.is_cuda}
-    try:
-        with torch.random.fork_rng(devices):
+    with contextlib.ExitStack() as stack:
+        try:
+            for optimizer in optimizers:
+                stack.enter_context(restored_optimizer(optimizer))
+            stack.enter_context(torch.random.fork_rng(devices))
             yield
-    finally:
-        with torch.no_grad():
-            for named, before in buffers:
+        finally:
+            for named, before in zip(buffers, buffers_before, strict=True):
                 named.update(before)
-            for tensor, value in saved:
-                tensor.copy_(value)
-            for optimizer, had_state, groups in zip(optimizers, known, options, strict=True):
-                forget_new_state(optimizer, had_state, {id(tensor) for tensor, _ in saved})
-                for group, before in zip(optimizer.param_groups, groups, strict=True):
-                    group.update(before)
+            with torch.no_grad():
+                for tensor, value in values.values():
+                    tensor.copy_(value)
 
 
-def forget_new_state(optimizer: torch.optim.Optimizer, had_state: set[int], saved: set[int]) -> None:
-    """Bring state that was made meanwhile to where it begins: ours at zero, that of other optimizers as they make it."""
-    if isinstance(optimizer, CurvatureOptimizer):
-        for tensor in state_tensors(optimizer):
-            if id(tensor) not in saved:
-                tensor.zero_()
-    else:
-        for p in [p for p in optimizer.state if id(p) not in had_state]:
-            del optimizer.state[p]
+@contextlib.contextmanager
+def restored_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Undo what happens to an optimizer. State that is made in the block stays, with the values that it begins with."""
+    counters: dict[str, Tensor] = getattr(optimizer, "counters", {})
+    groups = [dict(group) for group in optimizer.param_groups]
+    beginning = {p: copies(entries) for p, entries in optimizer.state.items()}
+    counts = copies(counters)
+    init_group = getattr(optimizer, "_init_group", None)  # by which torch's optimizers make their state
+
+    def init_and_note(*args: Any, **options: Any) -> Any:
+        assert init_group is not None
+        result = init_group(*args, **options)
+        for p, entries in optimizer.state.items():
+            beginning.setdefault(p, copies(entries))
+        return result
+
+    if init_group is not None:
+        optimizer._init_group = init_and_note  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        if init_group is not None:
+            del optimizer._init_group  # type: ignore[attr-defined]
+        is_ours = isinstance(optimizer, CurvatureOptimizer)  # whose state begins at zero
+        for p, entries in optimizer.state.items():
+            put_back(entries, beginning.get(p, {}), zero=is_ours)
+        put_back(counters, counts, zero=True)
+        for group, before in zip(optimizer.param_groups, groups, strict=True):
+            group.update(before)
 
 
-def state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    entries: list[dict[str, Any]] = [*optimizer.state.values(), getattr(optimizer, "counters", {})]
-    return [value for entry in entries for value in entry.values() if isinstance(value, Tensor)]
+def copies(entries: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.detach().clone() if isinstance(value, Tensor) else value for name, value in entries.items()}
+
+
+def put_back(entries: dict[str, Any], before: dict[str, Any], zero: bool) -> None:
+    """Give entries the values that they had, tensors in place; others become zero, or are removed."""
+    for name, value in list(entries.items()):
+        if name in before and isinstance(value, Tensor) and isinstance(before[name], Tensor):
+            value.copy_(before[name])
+        elif name in before:
+            entries[name] = before[name]
+        elif zero:
+            value.zero_()
+        else:
+            del entries[name]

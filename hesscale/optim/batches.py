@@ -103,7 +103,7 @@ def add_parameter(batch: Batch, p: Tensor, optimizer: CurvatureOptimizer) -> Non
 def state_tensor(state: dict[str, Any], name: str, p: Tensor) -> Tensor:
     """An entry of a parameter's state, created at zero: a step counter, or an average of the parameter's shape."""
     if name not in state:
-        state[name] = torch.zeros((), device=p.device) if name.endswith("step") else torch.zeros_like(p)
+        state[name] = torch.zeros((), dtype=torch.float32, device=p.device) if name.endswith("step") else torch.zeros_like(p)
     found: Tensor = state[name]
     return found
 

@@ -344,7 +344,8 @@ def test_warming_up_leaves_no_trace():
 def test_warming_up_makes_every_kind_of_step(together):
     members = trainer.members_of(tasks(optimizer="adahesscale-10th", seeds=together, backend="traced"), loaded())
     members.warm_up()
-    assert [graph.mode for graph in members.step.graphs.values()] == ["traced"] * 2
+    assert members.step.modes == ["traced"]
+    assert members.step.compilations == 2
 
 
 @pytest.mark.parametrize("name", ["sgd", "adahesscale"])

@@ -9,7 +9,6 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 from training import batches, make_model
 
 import hesscale
@@ -25,17 +24,6 @@ OPTIONS = [
     {"weight_decay": 0.1, "decoupled_weight_decay": True},
     {"foreach": False},
 ]
-
-
-def make_model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
-
-
-def batches(count: int):
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(count):
-        yield torch.randn(6, 4, generator=generator, dtype=torch.float64), torch.randint(0, 3, (6,), generator=generator)
 
 
 def step(model, opt, x, y):
