@@ -20,10 +20,11 @@ test: lint ## lint, type check, tests, coverage
 test-all: lint $(VENV)/.integrations ## the same with the slow tests, and with the libraries of the extra integrations
 	$(PYTEST) -m ""
 
-lint: $(VENV)/.dev ## ruff and mypy alone
+lint: $(VENV)/.dev ## ruff, mypy and the import contracts alone
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy --strict
+	$(BIN)/lint-imports
 
 format: $(VENV)/.dev ## let ruff format the code and fix what it can
 	$(BIN)/python -m ruff check --fix .
