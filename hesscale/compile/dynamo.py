@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._ops import HigherOrderOperator
 from torch.fx import GraphModule
 from torch.nn.modules import module
 
@@ -28,13 +29,11 @@ class ForwardGraph(NamedTuple):
         run: takes parameters, buffers and all other tensors as arguments, in the order in which they were met.
         loss: which of its outputs is the loss. The others are tensors that the model keeps.
         outputs: how many there are.
-        custom_functions: whether it holds a ``torch.autograd.Function``, which Dynamo takes apart.
     """
 
     run: Callable[..., Sequence[Any]]
     loss: int
     outputs: int
-    custom_functions: bool
 
 
 GLOBAL_HOOKS = [  # which Dynamo does not guard
@@ -120,6 +119,8 @@ class Captured:
         except Exception as error:
             if self.has_run:
                 raise
+            if isinstance(refusal := getattr(error, "inner_exception", None), NotCaptured):
+                raise refusal from None
             raise NotCaptured(f"TorchDynamo cannot capture it: {reason_of(error)}") from error
         finally:
             self.is_configured = False
@@ -179,8 +180,26 @@ def forward_graph(graph: GraphModule) -> ForwardGraph:
     mark.replace_all_uses_with(mark.args[0])
     graph.graph.erase_node(mark)
     graph.recompile()
-    names = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
-    return ForwardGraph(graph.forward, loss, len(outputs), any("autograd_function_apply" in name for name in names))
+    for target in [node.target for node in graph.graph.nodes if node.op == "call_function"]:
+        check_operator(target)
+    return ForwardGraph(graph.forward, loss, len(outputs))
+
+
+def check_operator(target: Any) -> None:
+    """Refuse what does something else in Dynamo's graph than in eager mode."""
+    name = getattr(target, "__name__", str(target))
+    if isinstance(target, HigherOrderOperator):
+        what = KNOWN_HIGHER_ORDER.get(name, f"it uses {name}")
+        raise NotCaptured(f"{what}, which TorchDynamo's graph does not hold as it is")
+    if name in RANDOM_STATE:
+        raise NotCaptured(f"it calls {name}, and so sets the state that its random numbers come from")
+
+
+KNOWN_HIGHER_ORDER = {
+    "autograd_function_apply": "it uses a torch.autograd.Function of its own",
+    "tag_activation_checkpoint": "it uses activation checkpoints",
+}
+RANDOM_STATE = {"manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "set_rng_state_all"}
 
 
 def reason_of(error: Exception) -> str:

@@ -74,17 +74,12 @@ class GraphStep:
         if found is None:
             if len(self.steps) >= MAX_STEPS:
                 self.steps.pop(next(iter(self.steps)))
-            found = self.steps[signature] = self.new_step(self.lasting_obstacle())
+            found = self.steps[signature] = self.new_step(self.optimizer.obstacle())
         return found
 
     def new_step(self, obstacle: str) -> StagedStep:
         captures = self.training.cuda_graph and self.optimizer.parameters()[0].is_cuda
         return StagedStep(self, compiles=self.training.backend == "inductor", captures=captures, obstacle=obstacle)
-
-    def lasting_obstacle(self) -> str:
-        if self.forward.custom_functions and getattr(self.optimizer.optimizer, "uses_curvature", False):
-            return "it holds a custom torch.autograd.Function, whose curvature rule TorchDynamo's graph does not keep"
-        return self.optimizer.obstacle()
 
     def eager(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """A step in eager mode, by the operators of the forward graph."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
-from .scalars import is_on_host
+from .scalars import counter_dtype, is_on_host
 
 if TYPE_CHECKING:
     from .base import CurvatureOptimizer
@@ -103,7 +103,8 @@ def add_parameter(batch: Batch, p: Tensor, optimizer: CurvatureOptimizer) -> Non
 def state_tensor(state: dict[str, Any], name: str, p: Tensor) -> Tensor:
     """An entry of a parameter's state, created at zero: a step counter, or an average of the parameter's shape."""
     if name not in state:
-        state[name] = torch.zeros((), dtype=torch.float32, device=p.device) if name.endswith("step") else torch.zeros_like(p)
+        is_counter = name.endswith("step")
+        state[name] = torch.zeros((), dtype=counter_dtype(p), device=p.device) if is_counter else torch.zeros_like(p)
     found: Tensor = state[name]
     return found
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .scalars import counter_dtype
+
 if TYPE_CHECKING:
     from .base import CurvatureOptimizer
 
@@ -35,5 +37,5 @@ def complete_loaded_state(optimizer: CurvatureOptimizer) -> None:
         for p in group["params"]:
             state = optimizer.state.get(p, {})
             for name in {"step", "curvature_step"} & state.keys():
-                state[name] = torch.as_tensor(state[name]).to(device=p.device, dtype=torch.float32)
+                state[name] = torch.as_tensor(state[name]).to(device=p.device, dtype=counter_dtype(p))
             state.update({name: value.clone() for name, value in state.items() if isinstance(value, Tensor)})

@@ -36,3 +36,8 @@ def counter(counters: dict[str, Tensor], name: str, device: torch.device) -> Ten
     if name not in counters:
         counters[name] = torch.zeros((), dtype=torch.long, device=device)
     return counters[name]
+
+
+def counter_dtype(p: Tensor) -> torch.dtype:
+    """The dtype of a parameter's step counters: a traced step computes its bias corrections in it."""
+    return torch.float64 if p.dtype == torch.float64 else torch.float32
