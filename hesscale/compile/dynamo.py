@@ -156,10 +156,18 @@ TOO_MANY = (
 
 @contextlib.contextmanager
 def capture_config() -> Iterator[None]:
-    """Settings of Dynamo for one capture: guard hooks of modules too, and capture recurrent layers."""
+    """Settings of Dynamo for one capture: guard hooks and parameters of modules in full, and capture recurrent layers."""
     from torch._dynamo import config
 
-    with config.patch(skip_nnmodule_hook_guards=False, allow_rnn=True, accumulated_recompile_limit=2**20):
+    settings: dict[str, Any] = {
+        "skip_nnmodule_hook_guards": False,
+        "allow_rnn": True,
+        "accumulated_recompile_limit": 2**20,
+        # with these, parameters that change in place (requires_grad, dtype) are not noticed
+        "use_recursive_dict_tags_for_guards": False,
+        "guard_nn_modules_using_dict_tags": False,
+    }
+    with config.patch({name: value for name, value in settings.items() if hasattr(config, name)}):
         yield
 
 

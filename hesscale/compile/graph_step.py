@@ -119,7 +119,8 @@ class GraphProgram(Program):
     def __init__(self, forward: ForwardGraph, training: Training, inputs: Sequence[Tensor]) -> None:
         self.forward, self.model, self.optimizer, self.count = forward, training.model, training.optimizer, len(inputs)
         self.known = self.optimizer.parameters()
-        self.index = {id(p): k for k, p in enumerate(self.known)}
+        self.ids = [*map(id, self.known)]
+        self.index = {own: k for k, own in enumerate(self.ids)}
         self.roles = [self.index.get(id(x)) for x in inputs]  # which parameter an input is; None if it is not trained
         self.trained = [k is not None for k in self.roles]
         self.parameters = list(compress(inputs, self.trained))
@@ -128,11 +129,12 @@ class GraphProgram(Program):
         self.requires_grad = [x.requires_grad for x in inputs]
         self.layout = self.optimizer.layout(self.parameters)
         self.state = self.optimizer.tensors(self.layout, self.parameters)
-        self.state_signatures = signatures(self.state)
+        self.state_signatures, self.state_ids = signatures(self.state), [*map(id, self.state)]
         arguments = [*inputs, *self.state, *self.numbers()]
         super().__init__(trace(self.step, arguments, constants=True), arguments)
         mutated = mutated_arguments(self.graph)
         self.mutated = sorted(mutated)
+        self.is_mutated = [i in mutated for i in range(self.count)]  # the state is checked when it is replaced
         self.read_only = [i for i in range(self.count) if i not in mutated]
         self.addresses: list[int] = []  # of what it changes
         self.storages: set[int] = set()
@@ -155,32 +157,33 @@ class GraphProgram(Program):
             return [*results, *[loss.new_ones(()) if eta is None else eta.detach() for eta in etas]]
 
     def fits(self, inputs: Sequence[Any]) -> bool:
-        optimizer = self.optimizer
-        if [*map(id, optimizer.parameters())] != [*self.index] or [self.index.get(id(x)) for x in inputs] != self.roles:
+        optimizer, number = self.optimizer, self.index.get
+        if [*map(id, optimizer.parameters())] != self.ids or [number(id(x)) for x in inputs] != self.roles:
             return False
         try:
             state = optimizer.tensors(self.layout, self.parameters)
         except KeyError:  # some are gone
             return False
-        if [*map(id, state)] != [*map(id, self.state)]:
+        if [*map(id, state)] != self.state_ids:
             optimizer.prepare()
             state = optimizer.tensors(self.layout, self.parameters)
             if signatures(state) != self.state_signatures:
                 return False
-            self.state = state
+            self.state, self.state_ids, self.addresses = state, [*map(id, state)], []
         self.arguments = [*inputs, *state, *self.numbers()]
         return self.mode is Mode.TRACED or not self.has_new_overlap()
 
     def has_new_overlap(self) -> bool:
         """Whether what it changes has come to share memory with another argument; quick where nothing has moved."""
         arguments = self.arguments
-        addresses = [arguments[i].data_ptr() for i in self.mutated]
-        has_moved = addresses != self.addresses
-        if has_moved:
+        addresses = [tensor.data_ptr() for tensor in compress(arguments, self.is_mutated)]
+        if addresses != self.addresses:
             self.addresses = addresses
             self.storages = {arguments[i].untyped_storage().data_ptr() for i in self.mutated}
-        elif not any(arguments[i].untyped_storage().data_ptr() in self.storages for i in self.read_only):
-            return False
+        else:
+            batch = [arguments[i] for i in self.read_only]
+            if not any(tensor.untyped_storage().data_ptr() in self.storages for tensor in batch):
+                return False
         return self.shares_memory()
 
     def shares_memory(self) -> bool:
