@@ -104,6 +104,9 @@ class CompiledStep:
         return self.training.compilations
 
     def __call__(self, *batch: Any) -> Tensor:
+        if not torch.is_grad_enabled():
+            with torch.enable_grad():
+                return self(*batch)
         training = self.training
         training.last = self.repeat = None
         if training.backend == "eager":
@@ -113,8 +116,7 @@ class CompiledStep:
         if self.captured is None:
             self.captured = Captured(self.loss_fn, lambda forward: GraphStep(forward, training))
         try:
-            with torch.enable_grad():
-                loss = self.captured(training.model, *batch)
+            loss = self.captured(training.model, *batch)
             self.misses = 0
             return loss
         except NotCaptured as refusal:
