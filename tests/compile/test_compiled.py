@@ -1151,7 +1151,7 @@ class TestCUDA:
         torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
         torch.cuda.synchronize()
         with pytest.raises(NonFiniteError, match="an earlier step"):
-            train(step, data * 3, lambda *_: torch.cuda.synchronize())
+            train(step, data * 8, lambda *_: torch.cuda.synchronize())  # a GPU is asked at every 32nd step
 
     def test_an_ensemble(self):
         models = [mlp().cuda() for _ in range(3)]
