@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
+import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +16,9 @@ from torch import Tensor, nn
 from torch._ops import HigherOrderOperator
 from torch.fx import GraphModule
 from torch.nn.modules import module
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils import _pytree as pytree
+from torch.utils._device import DeviceContext
 
 from .. import losses
 from .make_fx import first_line
@@ -29,11 +35,13 @@ class ForwardGraph(NamedTuple):
         run: takes parameters, buffers and all other tensors as arguments, in the order in which they were met.
         loss: which of its outputs is the loss. The others are tensors that the model keeps.
         outputs: how many there are.
+        is_pure: whether it does nothing but compute: it sets no attributes, and no tensor comes to it in two ways.
     """
 
     run: Callable[..., Sequence[Any]]
     loss: int
     outputs: int
+    is_pure: bool
 
 
 GLOBAL_HOOKS = [  # which Dynamo does not guard
@@ -43,6 +51,7 @@ GLOBAL_HOOKS = [  # which Dynamo does not guard
     module._global_backward_pre_hooks,
 ]
 HAS_GLOBAL_HOOKS = "hooks are registered for all modules, which no graph would call"
+HAS_FUNCTION_MODE = "a TorchFunctionMode is active, which would see the operators of the graph once more"
 
 
 class NotCaptured(Exception):
@@ -63,6 +72,8 @@ class Captured:
     def __init__(self, loss_fn: LossFunction, make_runner: Callable[[ForwardGraph], Runner]) -> None:
         self.make_runner = make_runner
         self.graphs = 0
+        self.runners: list[Runner] = []
+        self.methods: list[tuple[type, str, Any]] = []  # which Dynamo has read, and does not guard
         self.is_configured = self.has_run = False
         allow_losses()
         own = weakref.ref(self)  # Dynamo keeps backends for good
@@ -83,27 +94,38 @@ class Captured:
         """What runs in place of a graph that Dynamo has captured."""
         if not self.is_configured:
             raise RuntimeError("a graph was captured without capture_config")
-        runner = self.make_runner(forward_graph(graph))
+        number = len(self.runners)
+        self.runners.append(self.make_runner(forward_graph(graph)))
+        self.methods += captured_methods()
         self.graphs += 1
-        own = weakref.ref(self)
+        own = weakref.ref(self)  # Dynamo keeps what is returned here for good
 
         def run(*inputs: Any) -> tuple[Any, ...]:
             captured = own()
-            if captured is not None:
-                captured.has_run = True
-            return runner(*inputs)
+            assert captured is not None
+            captured.has_run = True
+            return captured.runners[number](*inputs)
 
         return run
 
+    @property
+    def is_outdated(self) -> bool:
+        """Whether a method that was captured has been replaced in its class."""
+        return any(getattr(owner, name, None) is not method for owner, name, method in self.methods)
+
     def __call__(self, model: nn.Module, *batch: Any) -> Tensor:
         """The loss, by a graph whose guards hold, or by a new one.
+
+        Where ``torch.compiler.set_stance`` turns Dynamo off, it is the loss of eager mode, and ``has_run`` is False.
 
         Raises:
             NotCaptured: no graph has run.
         """
         self.has_run = False
         if any(GLOBAL_HOOKS):
-            raise Hooked(HAS_GLOBAL_HOOKS)
+            raise UnguardedState(HAS_GLOBAL_HOOKS)
+        if has_function_mode():
+            raise UnguardedState(HAS_FUNCTION_MODE)
         if self.graphs >= MAX_GRAPHS:
             return self.call_known(model, *batch)
         try:
@@ -115,7 +137,7 @@ class Captured:
         try:
             self.is_configured = True
             with capture_config():
-                return self.compiled(model, *batch)
+                return self.compiled(model, *aliases_of(batch))
         except Exception as error:
             if self.has_run:
                 raise
@@ -136,16 +158,37 @@ class Captured:
             raise TooManyGraphs(TOO_MANY) from error
 
 
+def aliases_of(batch: Sequence[Any]) -> Sequence[Any]:
+    """The batch for a capture, in other tensor objects on the same memory.
+
+    Where a batch is a tensor that the code also reads as a global variable, Dynamo takes both for one without a guard.
+    """
+    leaves, spec = pytree.tree_flatten(tuple(batch))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    if len({*map(id, tensors)}) < len(tensors):
+        return batch
+    others = [leaf.detach() if type(leaf) is Tensor and not leaf.requires_grad else leaf for leaf in leaves]
+    found: Sequence[Any] = pytree.tree_unflatten(others, spec)
+    return found
+
+
 class TooManyGraphs(NotCaptured):
     """There is no graph for this call, and no room for another."""
 
     is_lasting = False
 
 
-class Hooked(NotCaptured):
-    """Modules have hooks that Dynamo does not guard."""
+class UnguardedState(NotCaptured):
+    """Hooks or modes of the whole process are active, which Dynamo does not guard."""
 
     is_lasting = False
+
+
+def has_function_mode() -> bool:
+    """Whether a mode is active that may change what operators do; that of ``torch.device`` does not."""
+    if not torch._C._len_torch_function_stack():
+        return False
+    return any(not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
 
 
 TOO_MANY = (
@@ -182,6 +225,7 @@ def allow_losses() -> None:
 
 def forward_graph(graph: GraphModule) -> ForwardGraph:
     """Dynamo's graph, without the ``clone`` by which the closure marks the loss: the last operator of all."""
+    check_sources(graph)
     *_, mark, output = graph.graph.nodes
     outputs: Any = output.args[0]
     loss = outputs.index(mark)
@@ -190,7 +234,70 @@ def forward_graph(graph: GraphModule) -> ForwardGraph:
     graph.recompile()
     for target in [node.target for node in graph.graph.nodes if node.op == "call_function"]:
         check_operator(target)
-    return ForwardGraph(graph.forward, loss, len(outputs))
+    return ForwardGraph(graph.forward, loss, len(outputs), is_pure(graph))
+
+
+def output_graph() -> Any:
+    """What Dynamo knows of the graph that it is capturing."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    return InstructionTranslator.current_tx().output
+
+
+def is_pure(graph: GraphModule) -> bool:
+    """Whether the code that is being captured sets nothing in Python, and meets no tensor in two ways."""
+    output = output_graph()
+    inputs = [node.meta["grapharg"].source for node in graph.graph.nodes if node.op == "placeholder" and "grapharg" in node.meta]
+    twice = [guard.create_fn.keywords["source_b"] for guard in output.guards if guard.create_fn_name() == "DUPLICATE_INPUT"]
+    return not {*inputs} & {*twice} and not has_side_effects(output.side_effects)
+
+
+def has_side_effects(side_effects: Any) -> bool:
+    """Whether something that was there before is set; objects that the code makes for itself do not count."""
+    from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
+    from torch._dynamo.variables.misc import CellVariable, NewGlobalVariable
+
+    modified = [variable for variable in side_effects.id_to_variable.values() if side_effects.is_modified(variable)]
+    return bool(side_effects.tensor_hooks) or any(
+        not isinstance(variable.mutation_type, (AttributeMutationNew, ValueMutationNew))
+        or isinstance(variable, (CellVariable, NewGlobalVariable))
+        for variable in modified
+    )
+
+
+def captured_methods() -> list[tuple[type, str, Any]]:
+    """The methods that are being captured, by class and name: Dynamo guards the classes of objects, but not what is in them."""
+    output = output_graph()
+    codes = set(output.tracing_context.traced_code)
+    owners = {type(vars(variable).get("value")) for variable in output.side_effects.id_to_variable.values()}
+    found: list[tuple[type, str, Any]] = []
+    for owner in owners:
+        names = {name for base in owner.__mro__ for name, value in vars(base).items() if is_code_of(value, codes)}
+        names.update(["__call__", "forward"] if issubclass(owner, nn.Module) else [])
+        found += [(owner, name, getattr(owner, name)) for name in names if isinstance(getattr(owner, name), FunctionType)]
+    return found
+
+
+def is_code_of(value: Any, codes: set[Any]) -> bool:
+    return isinstance(value, FunctionType) and value.__code__ in codes
+
+
+UNGUARDED = {  # what is read so may change without a guard that fails
+    os.getenv.__code__: "the environment",
+    os.environ.encodekey.__code__: "the environment",
+    Mapping.__contains__.__code__: "which keys a mapping has",
+    Mapping.get.__code__: "which keys a mapping has",
+}
+UNGUARDED_NAMES = {"mapping_get": "which keys a mapping has"}  # Dynamo's own code for Mapping.get
+
+
+def check_sources(graph: GraphModule) -> None:
+    """Refuse graphs that hold what may be something else at the next step."""
+    for code in output_graph().tracing_context.traced_code:
+        if what := UNGUARDED.get(code) or UNGUARDED_NAMES.get(code.co_name):
+            raise NotCaptured(f"it reads {what}, which TorchDynamo does not guard")
+    if any(node.op == "placeholder" and str(node.target).startswith("random_value") for node in graph.graph.nodes):
+        raise NotCaptured("it draws random numbers of Python, which TorchDynamo draws at other times")
 
 
 def check_operator(target: Any) -> None:
@@ -199,8 +306,20 @@ def check_operator(target: Any) -> None:
     if isinstance(target, HigherOrderOperator):
         what = KNOWN_HIGHER_ORDER.get(name, f"it uses {name}")
         raise NotCaptured(f"{what}, which TorchDynamo's graph does not hold as it is")
+    if getattr(getattr(target, "f", None), "__module__", "").startswith(("torch._numpy.random", "numpy.random")):
+        raise NotCaptured(f"it calls numpy.random.{target.f.__name__}, for which TorchDynamo draws other numbers")
+    if not is_found_by_name(target):
+        raise NotCaptured(f"{name} has been replaced where it was defined, and the graph would call the replacement")
     if name in RANDOM_STATE:
         raise NotCaptured(f"it calls {name}, and so sets the state that its random numbers come from")
+
+
+def is_found_by_name(target: Any) -> bool:
+    """Whether the code of a graph, which calls functions by their names, calls this one."""
+    if not isinstance(target, FunctionType) or target.__module__ not in sys.modules or "<locals>" in target.__qualname__:
+        return True
+    found = getattr(sys.modules[target.__module__], target.__qualname__, target)
+    return found is target
 
 
 KNOWN_HIGHER_ORDER = {

@@ -62,7 +62,8 @@ class Member:
             values.update({kind.lstrip("_"): tuple(getattr(module, kind)) for kind in HOOKS})
             values.update({k: v for k, v in vars(module).items() if k not in MODULE_ATTRIBUTES and not isinstance(v, Tensor)})
             prefix = f"{path}." if path else ""
-            found += [(f"{prefix}{name}", value) for name, value in values.items()]
+            for name, value in values.items():
+                found += contents(f"{prefix}{name}", value)
         return found
 
     def changed_part(self) -> str:
@@ -228,6 +229,15 @@ def container_of(value: Any) -> list[Any]:
     if isinstance(value, (dict, list, deque)):
         return [value]
     return [value.__dict__] if type(getattr(value, "__dict__", None)) is dict and not isinstance(value, NO_CONTAINERS) else []
+
+
+def contents(name: str, value: Any, depth: int = 3) -> Iterator[tuple[str, Any]]:
+    """A value, and what is in it if it is a dict, a list or a plain object, by name; tensors left out."""
+    yield name, value
+    for held in container_of(value) if depth else []:
+        for key, inner in held.items() if isinstance(held, dict) else enumerate(held):
+            if not isinstance(inner, Tensor):
+                yield from contents(f"{name}.{key}", inner, depth - 1)
 
 
 def values_of(container: Any) -> list[Any]:

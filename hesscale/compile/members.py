@@ -341,8 +341,13 @@ def groups_of(member: Member) -> list[list[int]]:
 
 def differing_attributes(first: Member, member: Member) -> list[str]:
     """Plain attributes of modules, by which members differ."""
-    pairs = zip(first.structure, member.structure, strict=True)
-    return [name for (name, a), (_, b) in pairs if isinstance(a, PLAIN) and (type(a), a) != (type(b), b)]
+    own, other = dict(first.structure), dict(member.structure)
+    missing = sorted(own.keys() ^ other.keys())
+    return [*missing, *[name for name, a in own.items() if isinstance(a, PLAIN) and is_other(a, other.get(name))]]
+
+
+def is_other(a: Any, b: Any) -> bool:
+    return (type(a), a) != (type(b), b)
 
 
 def difference(first: Member, member: Member) -> str:

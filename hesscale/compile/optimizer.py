@@ -62,6 +62,8 @@ class FunctionalOptimizer:
             self.has_step_hooks(),
             self.has_parameter_hooks(),
             getattr(optimizer, "generator", None) is not None,
+            type(optimizer).step,
+            self.has_own_step(),
         )
 
     def attributes(self) -> tuple[object, ...]:
@@ -77,6 +79,12 @@ class FunctionalOptimizer:
         own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
         return bool(own or torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks)
 
+    def has_own_step(self) -> bool:
+        """Whether its step is not that of a class of torch's or ours; schedulers wrap it, which changes nothing."""
+        step = vars(self.optimizer).get("step")
+        is_known = type(self.optimizer).__module__.partition(".")[0] in ("torch", "hesscale")
+        return not is_known or (step is not None and not getattr(step, "_wrapped_by_lr_sched", False))
+
     def has_parameter_hooks(self) -> bool:
         return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self.parameters())
 
@@ -84,6 +92,8 @@ class FunctionalOptimizer:
         """Why a step cannot be traced, as far as that is known beforehand."""
         if self.has_step_hooks():
             return "the optimizer has step hooks, which no graph would call"
+        if self.has_own_step():
+            return "the optimizer's step is code of your own, and what that reads is not guarded"
         if self.has_parameter_hooks():
             return "a parameter has hooks, which no graph would call"
         if getattr(self.optimizer, "generator", None) is not None:

@@ -64,6 +64,7 @@ def restored_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             put_back(entries, beginning.get(p, {}), zero=is_ours)
         put_back(counters, counts, zero=True)
         for group, before in zip(optimizer.param_groups, groups, strict=True):
+            group.clear()
             group.update(before)
 
 

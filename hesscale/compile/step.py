@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -91,6 +92,11 @@ class CompiledStep:
         self.warned: set[str] = set()  # of what may pass
         self.repeat: Repeat | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy takes over; it captures and compiles for itself."""
+        own: dict[str, Any] = {"training": replace(self.training, last=None), "captured": None, "refused": {}, "repeat": None}
+        return {**self.__dict__, **own}
+
     @property
     def mode(self) -> str:
         return self.training.mode.value
@@ -113,10 +119,12 @@ class CompiledStep:
             return self.eager(batch, "")
         if self.refused and (reason := self.refused.get(BatchSignature.of(batch)[1])):
             return self.eager(batch, reason)
-        if self.captured is None:
+        if self.captured is None or self.captured.is_outdated:
             self.captured = Captured(self.loss_fn, lambda forward: GraphStep(forward, training))
         try:
             loss = self.captured(training.model, *batch)
+            if not self.captured.has_run:
+                return self.train(loss, "torch.compiler.set_stance has turned TorchDynamo off")
             self.misses = 0
             return loss
         except NotCaptured as refusal:
@@ -140,10 +148,15 @@ class CompiledStep:
 
     def eager(self, batch: Sequence[Any], reason: str) -> Tensor:
         """A step in eager mode, by the model's own code."""
+        self.training.mode, self.training.reason = Mode.EAGER, reason
+        with torch.enable_grad(), without_compiled_parts():
+            loss = self.loss_fn(self.training.model, *batch)
+        return self.train(loss, reason)
+
+    def train(self, loss: Tensor, reason: str) -> Tensor:
+        """The rest of a step in eager mode."""
         training = self.training
         training.mode, training.reason = Mode.EAGER, reason
-        with torch.enable_grad(), without_compiled_parts():
-            loss = self.loss_fn(training.model, *batch)
         own = {id(p) for p in training.optimizer.parameters()}
         training.optimizer.train(loss, [p for p in training.model.parameters() if p.requires_grad and id(p) not in own])
         return loss.detach()
@@ -200,13 +213,19 @@ class Repeat(NamedTuple):
         program = None if step is None or not step.is_settled else step.program
         if (
             not isinstance(program, GraphProgram)
-            or program.forward.outputs > 1
+            or not program.forward.is_pure
             or not program.optimizer.repeats_itself
             or signature.obstacle
         ):
             return None
         place = {id(x): i for i, x in enumerate(program.arguments[: program.count])}
+        if len(place) < program.count or not are_distinct(tensors):  # a tensor of the batch may be more than that
+            return None
         gaps = [place.get(id(tensor)) for tensor in tensors]
+        addresses = {x.data_ptr() for x in program.arguments[: program.count]}
+        unread = [tensor for tensor, gap in zip(tensors, gaps, strict=True) if gap is None]
+        if any(tensor.data_ptr() in addresses for tensor in unread):  # it is read, by another tensor object
+            return None
         arguments = [None if i in gaps else x for i, x in enumerate(program.arguments)]
         return Repeat(program, arguments, gaps, signature)
 
