@@ -833,8 +833,8 @@ class Counting(torch.optim.SGD):
         super().step()
 
 
-def test_an_optimizer_that_counts_in_numbers():
-    check_eager(mlp(), batches(5), "a changing count", make=lambda p: Counting(p, lr=0.1))
+def test_an_optimizer_of_ones_own():
+    check_eager(mlp(), batches(5), "code of your own", make=lambda p: Counting(p, lr=0.1))
 
 
 class Keeping(nn.Module):
