@@ -63,6 +63,7 @@ class Captured:
     def __init__(self, loss_fn: LossFunction, make_runner: Callable[[ForwardGraph], Runner]) -> None:
         self.make_runner = make_runner
         self.graphs = 0
+        self.forwards: dict[type, Any] = {}  # of the classes of modules, and None for those that inherit it
         self.is_configured = self.has_run = False
         allow_losses()
         own = weakref.ref(self)  # Dynamo keeps backends for good
@@ -114,6 +115,7 @@ class Captured:
                 raise
         try:
             self.is_configured = True
+            self.forwards.update(forwards_of(model))
             with capture_config():
                 return self.compiled(model, *batch)
         except Exception as error:
@@ -125,6 +127,10 @@ class Captured:
         finally:
             self.is_configured = False
 
+    def is_outdated(self) -> bool:
+        """Whether a class of modules has another ``forward`` now: Dynamo guards that of each module, but not of its class."""
+        return any(cls.__dict__.get("forward") is not forward for cls, forward in self.forwards.items())
+
     def call_known(self, model: nn.Module, *batch: Any) -> Tensor:
         """The loss, by a graph whose guards hold."""
         try:
@@ -134,6 +140,11 @@ class Captured:
             if self.has_run:
                 raise
             raise TooManyGraphs(TOO_MANY) from error
+
+
+def forwards_of(model: nn.Module) -> dict[type, Any]:
+    classes = dict.fromkeys([cls for kind in map(type, model.modules()) for cls in kind.__mro__])
+    return {cls: cls.__dict__.get("forward") for cls in classes}
 
 
 class TooManyGraphs(NotCaptured):
@@ -156,10 +167,15 @@ TOO_MANY = (
 
 @contextlib.contextmanager
 def capture_config() -> Iterator[None]:
-    """Settings of Dynamo for one capture: guard hooks of modules too, and capture recurrent layers."""
+    """Settings of Dynamo for one capture: guard hooks and tied parameters of modules too, and capture recurrent layers."""
     from torch._dynamo import config
 
-    with config.patch(skip_nnmodule_hook_guards=False, allow_rnn=True, accumulated_recompile_limit=2**20):
+    with config.patch(
+        skip_nnmodule_hook_guards=False,
+        skip_no_tensor_aliasing_guards_on_parameters=False,
+        allow_rnn=True,
+        accumulated_recompile_limit=2**20,
+    ):
         yield
 
 

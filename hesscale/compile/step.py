@@ -110,7 +110,7 @@ class CompiledStep:
             return self.eager(batch, "")
         if self.refused and (reason := self.refused.get(BatchSignature.of(batch)[1])):
             return self.eager(batch, reason)
-        if self.captured is None:
+        if self.captured is None or self.captured.is_outdated():
             self.captured = Captured(self.loss_fn, lambda forward: GraphStep(forward, training))
         try:
             with torch.enable_grad():
