@@ -41,6 +41,7 @@ def test_functions_on_a_cpu(function, most, is_compiled):
         assert y[:-1].abs().max() == 1
 
 
+@pytest.mark.slow
 @has_compiler
 def test_derivatives_of_tanh_on_a_cpu():
     """They are computed from its result: f' = 1 − y² ≥ 0, f'' = −2yf'."""
@@ -68,6 +69,7 @@ def test_only_float32_has_functions_of_its_own():
     assert torch.equal(with_own_math(graph)(x)[0], torch.tanh(x))
 
 
+@pytest.mark.slow
 @has_compiler
 def test_the_fault_is_still_there_that_expm1_loses_its_digits_next_to_0():
     """TorchInductor's C++ code computes expm1(x) as exp(x) - 1, so expm1(1e-9) is 0.

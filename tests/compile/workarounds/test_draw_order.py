@@ -95,6 +95,7 @@ def with_numbers_that_depend_on_nothing(x: Tensor) -> list[Tensor]:
     return [F.dropout(x, 0.5), torch.rand(3), F.dropout(x + 1, 0.2)]
 
 
+@slow
 @has_compiler
 def test_the_fault_is_still_there_before_torch_2_12():
     """TorchInductor of torch 2.11 draws ``rand``, which depends on nothing, where it likes: other draws get its numbers.
