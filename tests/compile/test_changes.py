@@ -517,7 +517,17 @@ def check(name, backend, rel):
     return found.modes
 
 
-@pytest.mark.parametrize("name", CASES)
+ALIKE = {  # are noticed by guards of the same kind as another case's
+    *("a global that a function reads which the loss calls", "an entry of a global dict", "a default of the loss"),
+    *("an attribute of the configuration", "an attribute in a slot", "a field of a dataclass", "another configuration"),
+    *("what a property returns", "an entry of a queue", "an entry of a list", "an activation", "a tensor from outside"),
+    *("an option of a criterion from outside", "training", "a number of a module", "another module", "a forward pre-hook"),
+    *("another forward of nn.Linear", "weights in place", "a buffer replaced", "the model's state loaded", "weight decay"),
+    *("the step size", "a count of calls", "the default device"),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ALIKE)) for name in CASES])
 def test_traced(name):
     modes = check(name, "traced", 1e-5)
     assert (modes[4], modes[9]) == (CASES[name].before, CASES[name].after), modes

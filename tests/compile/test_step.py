@@ -76,7 +76,13 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+ALIKE = {  # run as others of the table do
+    *("AdaHesScale", "AdaHesScaleGN", "Adam", "weight decay", "maximize", "one by one", "eps 0, no bias correction"),
+    *("torch Adam, amsgrad", "torch AdamW", "torch SGD", "torch RMSprop"),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ALIKE)) for name in OPTIMIZERS])
 def test_every_optimizer_equals_itself(name):
     tolerance = {"rtol": 2e-2, "atol": 1e-3} if "bfloat16" in name else CLOSE
     step = check_training(mlp(), batches(20), OPTIMIZERS[name], **tolerance)

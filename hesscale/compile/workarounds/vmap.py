@@ -5,7 +5,8 @@ Seen in torch 2.13:
 - slice_scatter overflows at an end that is far out, as in ``x[2:] = y``;
 - index_fill with a tensor as its value, where that alone is mapped, fills in the last of many values for all;
 - _cdist_backward, where the gradient alone is mapped, is wrong for all but the first;
-- normal_, uniform_ and exponential_ into a tensor that is not mapped draw once for all, whatever ``randomness`` says.
+- normal_, uniform_ and exponential_ into a tensor that is not mapped draw once for all, whatever ``randomness`` says;
+- bernoulli_ into a tensor that is mapped raises with ``randomness="same"``, as for dropout.
 """
 
 from __future__ import annotations
@@ -91,11 +92,16 @@ def exponential(like: Tensor, lambd: float = 1.0, generator: None = None) -> Ten
     return uniform(like).neg().log1p().neg().clamp_min(torch.finfo(like.dtype).tiny) / lambd
 
 
+def bernoulli(like: Tensor, p: float = 0.5, generator: None = None) -> Tensor:
+    return (torch.rand(like.shape, device=like.device, dtype=torch.float32) < p).to(like.dtype)
+
+
 # fill a tensor, of which only the shape matters: where that is not mapped, vmap draws once for all
 DRAWN: dict[Any, Callable[..., Tensor]] = {
     aten.normal_functional.default: normal,
     aten.uniform.default: uniform,
     aten.exponential.default: exponential,
+    aten.bernoulli.p: bernoulli,
 }
 NOT_APART = (
     *(aten.cauchy.default, aten.geometric.default, aten.log_normal.default, aten.rrelu_with_noise_functional.default),

@@ -97,6 +97,12 @@ def test_the_fault_is_still_there_in_draws_into_a_tensor_that_is_not_mapped(draw
     assert torch.equal(first, second)
 
 
+def test_the_fault_is_still_there_in_the_same_masks_for_all():
+    """vmap refuses ``randomness="same"`` for a tensor that it maps over, of which only the shape matters."""
+    with pytest.raises(RuntimeError, match="same randomness with a batched tensor input"):
+        torch.func.vmap(lambda x: aten.bernoulli.p(x, 0.5), randomness="same")(torch.zeros(2, 5))
+
+
 # -------------------------------------------------------------------------------------------------------------------- ensembles
 
 
