@@ -8,7 +8,8 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
-torch.set_default_device(os.environ.get("HESSCALE_TEST_DEVICE", "cpu"))
+if device := os.environ.get("HESSCALE_TEST_DEVICE"):
+    torch.set_default_device(device)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -34,9 +35,10 @@ def name_of(page: Path) -> str:
 
 @pytest.mark.usefixtures("rules_restored")
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_code_runs_and_prints_what_the_page_says(page):
+def test_code_runs_and_prints_what_the_page_says(page, monkeypatch):
     """A ``text`` block after a ``python`` block is what that prints."""
-    namespace = {"__name__": "__main__"}
+    main = ModuleType("__main__")  # where TorchDynamo looks for the page's global variables
+    monkeypatch.setitem(sys.modules, "__main__", main)
     text = page.read_text(encoding="utf-8")
     printed = ""
     for block in BLOCK.finditer(text):
@@ -44,7 +46,7 @@ def test_code_runs_and_prints_what_the_page_says(page):
         if language == "python":
             line = text.count("\n", 0, block.start()) + 1
             with contextlib.redirect_stdout(io.StringIO()) as output:
-                exec(compile("\n" * line + content, str(page), "exec"), namespace)
+                exec(compile("\n" * line + content, str(page), "exec"), vars(main))
             printed = output.getvalue()
         elif language == "text":
             assert content == printed

@@ -199,16 +199,20 @@ TOO_MANY = (
 
 @contextlib.contextmanager
 def capture_config() -> Iterator[None]:
-    """Settings of Dynamo for one capture: guard hooks and parameters of modules in full, and capture recurrent layers."""
+    """Settings of Dynamo for one capture: guard everything that it can guard, and capture recurrent layers."""
     from torch._dynamo import config
 
     settings: dict[str, Any] = {
         "skip_nnmodule_hook_guards": False,
         "allow_rnn": True,
         "accumulated_recompile_limit": 2**20,
-        # with these, parameters that change in place (requires_grad, dtype) are not noticed
-        "use_recursive_dict_tags_for_guards": False,
+        # What Dynamo takes for unchanged to save time; the defaults differ between versions of torch.
+        "assume_dunder_attributes_remain_unchanged": False,
         "guard_nn_modules_using_dict_tags": False,
+        "skip_guards_on_constant_func_defaults": False,
+        "skip_no_tensor_aliasing_guards_on_parameters": False,
+        "skip_tensor_guards_with_matching_dict_tags": False,
+        "use_recursive_dict_tags_for_guards": False,
     }
     with config.patch({name: value for name, value in settings.items() if hasattr(config, name)}):
         yield

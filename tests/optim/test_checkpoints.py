@@ -135,3 +135,26 @@ def test_pickles_of_earlier_versions_load():
     torch.testing.assert_close(w.detach(), torch.full((2,), 0.9758143678428991, dtype=torch.float64))
     again = pickle.loads(pickle.dumps(opt))
     assert again.nonfinite_steps == 1
+
+
+def test_a_copy_of_an_optimizer_with_a_scheduler_moves_its_own_parameters():
+    model = make_model()
+    optimizer = AdaHesScale(model.parameters(), lr=0.1)
+    torch.optim.lr_scheduler.StepLR(optimizer, 10)  # wraps the optimizer's step
+    other_model, other = copy.deepcopy((model, optimizer))
+    before = model[0].weight.detach().clone()
+    train(other_model, other, 1)
+    assert torch.equal(model[0].weight, before)
+    assert not torch.equal(other_model[0].weight, before)
+    assert pickle.loads(pickle.dumps(optimizer)).param_groups[0]["lr"] == 0.1
+
+
+def test_an_optimizer_of_a_version_without_curvature_warmup():
+    model = make_model()
+    optimizer = AdaHesScale(model.parameters())
+    del optimizer.defaults["curvature_warmup"], optimizer.param_groups[0]["curvature_warmup"]
+    optimizer.option_names = tuple(optimizer.defaults)
+    model, found = copy.deepcopy((model, optimizer))
+    train(model, found, 1)
+    assert found.param_groups[0]["curvature_warmup"] == 0
+    assert "curvature_warmup" in found.option_names

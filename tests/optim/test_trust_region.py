@@ -61,6 +61,22 @@ def test_one_optimizer_has_one_radius():
     AdaHesScale(groups, trust_region="group")
 
 
+def test_one_optimizer_keeps_one_radius():
+    """A radius that differs later, or in a state that is loaded, is refused before a step is made."""
+    p, q = (torch.ones(1, requires_grad=True) for _ in range(2))
+    groups = [{"params": [p]}, {"params": [q]}]
+    optimizer = AdaHesScale(groups, lr=0.5, trust_radius=1e-6)
+    optimizer.param_groups[0]["trust_radius"] = 1e3
+    optimizer.backward((p**2 + q**2).sum())
+    with pytest.raises(ValueError, match="one trust region has one trust_radius"):
+        optimizer.step()
+    assert (p, q) == (1, 1)
+    saved = AdaHesScale(copy.deepcopy(groups), trust_region="group").state_dict()
+    saved["param_groups"][1]["trust_radius"] = 1e-3
+    with pytest.raises(ValueError, match="one trust region has one trust_radius"):
+        AdaHesScale(groups).load_state_dict(saved)
+
+
 def test_each_group_measures_with_its_own_decay_rates():
     def etas(order):
         a, b = (torch.ones(1, dtype=torch.float64, requires_grad=True) for _ in range(2))

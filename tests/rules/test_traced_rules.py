@@ -88,7 +88,7 @@ def check_looks(name: str, method: str) -> None:
 @pytest.fixture
 def constants_allowed(monkeypatch):
     """Index tensors and their like, which cases take from around them, are constants of the graph."""
-    monkeypatch.setattr(tracing, "is_number", lambda constant: True)
+    monkeypatch.setattr(tracing, "can_be_constant", lambda value, constants: True)
     monkeypatch.setattr(tracing, "is_real", lambda tensor: False)
     monkeypatch.setattr(fake_tensor_tls, "allow_non_fake_inputs_override", True)
     logging.disable()

@@ -1,4 +1,9 @@
-"""Random numbers apart from the code that uses them: compilers reorder draws, and each would get the numbers of another."""
+"""Random numbers apart from the code that uses them, so that compiled code draws them in the order of the graph.
+
+Seen in torch 2.11, and gone in 2.13: TorchInductor draws first what depends on nothing, such as AdaHessian's signs, and
+then the masks of dropout layers. Each draw gets the numbers of another. This file can go when torch 2.11 is no longer
+supported.
+"""
 
 from __future__ import annotations
 

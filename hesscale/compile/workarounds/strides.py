@@ -1,4 +1,9 @@
-"""Graphs whose views do not depend on strides."""
+"""Graphs whose views do not depend on strides.
+
+Seen in torch 2.13: a fake tensor may have other strides than the real one. The result of elu_backward and its like,
+where gradient and input lie in memory in different orders, has the strides of the gradient; its fake tensor has those
+of the input. A view that the trace allows for is then impossible when the graph runs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,13 @@
-"""Graphs for torch.func.vmap: without changes in place, and without what it cannot do or gets wrong."""
+"""Graphs for torch.func.vmap: without changes in place, and without what it cannot do or gets wrong.
+
+Seen in torch 2.13:
+
+- slice_scatter overflows at an end that is far out, as in ``x[2:] = y``;
+- index_fill with a tensor as its value, where that alone is mapped, fills in the last of many values for all;
+- _cdist_backward, where the gradient alone is mapped, is wrong for all but the first;
+- normal_, uniform_ and exponential_ into a tensor that is not mapped draw once for all, whatever ``randomness`` says;
+- bernoulli_ into a tensor that is mapped raises with ``randomness="same"``, as for dropout.
+"""
 
 from __future__ import annotations
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
+from steps import Convolutional, ada, batches, cross_entropy, mlp, tensors_of, two_of
 from torch import nn
+from torch.optim import lr_scheduler
 
 import hesscale
+from hesscale.errors import CompileWarning
 from hesscale.optim import AdaHesScale, AdaHesScaleGN, AdaHessian, Adam
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -141,6 +146,36 @@ def test_an_ensemble():
         optimizer = AdaHesScale(model.parameters(), lr=lr, trust_radius=1e-2)
         alone = hesscale.compile_step(model, loss_fn, optimizer, backend="eager")
         torch.testing.assert_close(losses[:, k], torch.stack([alone(*batch()) for _ in range(12)]), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.usefixtures("double_precision")
+@pytest.mark.parametrize("make", [ada, torch.optim.Adam, lambda p: torch.optim.SGD(p, 0.1, 0.9)], ids=["ours", "Adam", "SGD"])
+def test_convolutions_with_schedules_and_loading(make):
+    """Counters that were on the CPU before count on the device."""
+    model = Convolutional().cuda()
+    model.layers[3].p = 0.0  # random numbers on a device are not those of eager mode
+    eager, other = two_of(model, make, backend="inductor")
+    for step in (eager, other):
+        optimizer = step.optimizer
+        scheduler = lr_scheduler.StepLR(optimizer, 5, 0.5)
+        for i, (x, y) in enumerate(batches(30)):
+            step(x.cuda(), y.cuda())
+            scheduler.step()
+            if i == 15:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    found, expected = tensors_of(other), tensors_of(eager)
+    torch.testing.assert_close(found, expected, check_dtype=False, check_device=False, rtol=1e-5, atol=1e-6)
+    assert other.mode == GRAPH
+
+
+@pytest.mark.usefixtures("double_precision")
+def test_a_batch_on_the_host():
+    model = mlp().cuda()
+    step = hesscale.compile_step(model, lambda m, x, y: cross_entropy(m, x.cuda(), y.cuda()), ada(model.parameters()))
+    with pytest.warns(CompileWarning, match="is on the cpu"):
+        losses = [step(*batch) for batch in batches(1) * 5]
+    assert losses[-1] < losses[0]
+    assert step.mode == "compiled"
 
 
 def test_function_transform():

@@ -11,6 +11,7 @@ import hesscale
 from hesscale.compile.make_fx import CannotTrace, trace
 from hesscale.compile.workarounds.vmap import functional
 
+aten = torch.ops.aten
 N = 20_000
 DRAWS = {
     "normal": lambda: torch.empty(N).normal_(1.0, 2.0),
@@ -51,6 +52,58 @@ def test_members_draw_apart_from_the_same_distribution(name):
 def test_what_would_be_the_same_for_all_is_refused(draw):
     with pytest.raises(CannotTrace, match="of which vmap gives all the same numbers"):
         mapped(draw)
+
+
+# ------------------------------------------------------------------------------------------- the faults, each of torch.func.vmap
+
+
+def test_the_fault_is_still_there_in_slice_scatter():
+    """An end that is far out, as in ``x[2:] = y``, overflows: vmap adds to it. Without vmap it is clipped."""
+
+    def write(x, y):
+        return aten.slice_scatter(x, y, 0, 2, 2**63 - 1)
+
+    x, y = torch.zeros(2, 4), torch.ones(2, 2)
+    assert write(x[0], y[0]).tolist() == [0, 0, 1, 1]
+    with pytest.raises(RuntimeError, match="cannot be represented as a SymInt"):
+        torch.func.vmap(write)(x, y)
+
+
+def test_the_fault_is_still_there_in_index_fill():
+    """Where only the value is mapped, all are filled with the last of many values."""
+    x, index, values = torch.zeros(3), torch.tensor([0, 2]), torch.tensor([1.0, 2.0])
+    found = torch.func.vmap(lambda value: aten.index_fill.int_Tensor(x, 0, index, value))(values)
+    assert found.tolist() == [[2, 0, 2], [2, 0, 2]]  # the first should be [1, 0, 1]
+
+
+def test_the_fault_is_still_there_in_the_gradient_of_cdist():
+    """Where only the gradient is mapped, the result is right for the first of those that are mapped alone."""
+    torch.manual_seed(0)
+    x, y, g = torch.randn(3, 2), torch.randn(4, 2), torch.randn(2, 3, 4)
+
+    def backward(g):
+        return aten._cdist_backward(g, x, y, 2.0, torch.cdist(x, y))
+
+    found, expected = torch.func.vmap(backward)(g), torch.stack([backward(one) for one in g])
+    torch.testing.assert_close(found[0], expected[0])
+    assert not torch.allclose(found[1], expected[1])
+
+
+@pytest.mark.parametrize("draw", [aten.normal_functional.default, aten.uniform.default, aten.exponential.default], ids=str)
+def test_the_fault_is_still_there_in_draws_into_a_tensor_that_is_not_mapped(draw):
+    """vmap draws once for all, though with ``randomness="different"`` each should get numbers of its own."""
+    torch.manual_seed(0)
+    first, second = torch.func.vmap(lambda own: draw(torch.zeros(5)) + own, randomness="different")(torch.zeros(2))
+    assert torch.equal(first, second)
+
+
+def test_the_fault_is_still_there_in_the_same_masks_for_all():
+    """vmap refuses ``randomness="same"`` for a tensor that it maps over, of which only the shape matters."""
+    with pytest.raises(RuntimeError, match="same randomness with a batched tensor input"):
+        torch.func.vmap(lambda x: aten.bernoulli.p(x, 0.5), randomness="same")(torch.zeros(2, 5))
+
+
+# -------------------------------------------------------------------------------------------------------------------- ensembles
 
 
 @pytest.mark.parametrize("how", ["vmap", "abreast"])
