@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from .verify import difference, is_coarse
+from .verify import difference, uses_16_bits
 from .workarounds.cpu_math import with_own_math
-from .workarounds.draw_order import set_apart
+from .workarounds.draw_order import separate_draws
 
 
 def compile_graph(graph: GraphModule, tensors: Sequence[Tensor]) -> Callable[..., Any]:
@@ -35,7 +35,7 @@ MAX_CHECKED = 2**30  # bytes
 def checked(compiler: Any, graph: GraphModule, tensors: Sequence[Tensor], options: dict[str, Any]) -> Callable[..., Any]:
     """Code that has been seen to do what the graph does, but for rounding."""
     with torch.no_grad():
-        apart, draws = set_apart(graph)
+        apart, draws = separate_draws(graph)
         code: Callable[..., Any] = compiler(
             with_own_math(apart), [*tensors, *[draw.result.empty() for draw in draws]], options=options
         )
@@ -43,7 +43,7 @@ def checked(compiler: Any, graph: GraphModule, tensors: Sequence[Tensor], option
         if sum([tensor.nbytes for tensor in tensors]) <= MAX_CHECKED:
             with whole_precision():
                 expected, found = (outcome(run, tensors) for run in (graph, compiled))
-                where = difference(expected, found, tensors, functools.partial(outcome, graph), is_coarse(graph))
+                where = difference(expected, found, tensors, functools.partial(outcome, graph), uses_16_bits(graph))
             if where:
                 raise RuntimeError(f"what it compiles gives other numbers than the graph itself, {where}")
     return compiled

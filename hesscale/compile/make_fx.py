@@ -37,13 +37,13 @@ def trace(function: Callable[..., Any], tensors: Sequence[Tensor], *, constants:
         NeedsEagerPass: where the engine has to see real numbers first.
     """
 
-    def attentive(*given: Tensor) -> Any:
-        with Attentive():
+    def checked(*given: Tensor) -> Any:
+        with TraceChecks():
             return function(*given)
 
     try:
         with while_tracing(), noted_seeds() as seeds:
-            graph = make_fx(attentive, tracing_mode="fake")(*[tensor.detach() for tensor in tensors])
+            graph = make_fx(checked, tracing_mode="fake")(*[tensor.detach() for tensor in tensors])
     except (NeedsEagerPass, CannotTrace):
         raise
     except Exception as error:  # of whatever kind: the same function has run on real tensors
@@ -109,7 +109,7 @@ def noted_seeds() -> Iterator[list[str]]:
 ACCESS = {"__get__", "__set__", "__delete__"}  # of attributes, such as requires_grad
 
 
-class Attentive(TorchFunctionMode):
+class TraceChecks(TorchFunctionMode):
     """Sees what a trace would miss, a look at a tensor from outside, and takes operators on lists of tensors apart.
 
     vmap cannot map those, and TorchInductor does better without: what it makes of them is sometimes wrong on a GPU.

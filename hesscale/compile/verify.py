@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-CLOSELY, ROUGHLY, ABOUT = 0.01, 0.05, 0.25  # shares of both numbers by which they may differ
-MOST_ODD = 0.1  # of a tensor's entries, for a step divides by curvature that may be next to nothing
+TOLERANCE, COARSE_TOLERANCE, CHANGE_TOLERANCE = 0.01, 0.05, 0.25  # shares of both numbers by which they may differ
+MAX_OUTLIERS = 0.1  # of a tensor's entries, for a step divides by curvature that may be next to nothing
 FLOAT32_EPS = torch.finfo(torch.float32).eps  # of sums, whatever they are rounded to
 
 
@@ -18,7 +18,7 @@ def difference(
     found: Sequence[Tensor],
     before: Sequence[Tensor],
     rerun: Callable[[Sequence[Tensor]], Sequence[Tensor]],
-    is_coarse: bool = False,
+    uses_16_bits: bool = False,
 ) -> str:
     """Where code does something else than its graph, in words; nothing if it does not.
 
@@ -28,74 +28,74 @@ def difference(
         before: what the arguments were. A small step hardly shows in what they are afterwards.
         rerun: gives ``expected`` for other arguments. Where slightly different ones change it as much, rounding alone decides: a
             bias before batch norm has a gradient of nothing else, and an optimizer makes a whole step of that.
-        is_coarse: the graph computes with 16 bits.
+        uses_16_bits: the graph computes with 16 bits.
     """
     scale, returned = largest(expected), len(expected) - len(before)
-    is_near, share = (is_roughly_same, ROUGHLY) if is_coarse else (is_same, CLOSELY)
+    is_near, share = (is_close_in_16_bits, COARSE_TOLERANCE) if uses_16_bits else (is_close, TOLERANCE)
     others: list[tuple[list[Tensor], Sequence[Tensor]]] = []
     for number, (a, b) in enumerate(zip(expected, found, strict=True), -returned):
         if a.shape != b.shape:
             return f"shape {tuple(b.shape)} in place of {tuple(a.shape)}"
-        is_alike, odd = is_near(a, b, scale), 0.0
-        if number >= 0 and can_be_nudged(a):
+        is_alike, outliers = is_near(a, b, scale), 0.0
+        if number >= 0 and can_be_perturbed(a):
             was = before[number]
-            odd = odd_share(a - was, b - was, was)
-            if (not is_alike or odd > MOST_ODD) and torch.equal(a.isfinite(), b.isfinite()):
+            outliers = outlier_share(a - was, b - was, was)
+            if (not is_alike or outliers > MAX_OUTLIERS) and torch.equal(a.isfinite(), b.isfinite()):
                 if not others:
-                    nudged = [[nudge(tensor, every, is_coarse) for tensor in before] for every in (2, 3)]
-                    others = [(given, rerun(given)[returned:]) for given in nudged]
+                    perturbed = [[perturb(tensor, every, uses_16_bits) for tensor in before] for every in (2, 3)]
+                    others = [(given, rerun(given)[returned:]) for given in perturbed]
                 is_alike = is_alike or not all(is_near(a, after[number], scale) for _, after in others)
-                rounded = max(odd_share(a - was, after[number] - given[number], was) for given, after in others)
-                odd = 0.0 if odd <= 4 * rounded else odd
+                rounded = max(outlier_share(a - was, after[number] - given[number], was) for given, after in others)
+                outliers = 0.0 if outliers <= 4 * rounded else outliers
         where = f"in a tensor of shape {tuple(a.shape)}"
         if not is_alike:
-            return f"{odd_entries(a, b, share, rounding(a, scale))} of {a.numel()} {where}"
-        if odd > MOST_ODD:
+            return f"{count_outliers(a, b, share, rounding(a, scale))} of {a.numel()} {where}"
+        if outliers > MAX_OUTLIERS:
             return f"changes {where}"
     return ""
 
 
-def can_be_nudged(tensor: Tensor) -> bool:
+def can_be_perturbed(tensor: Tensor) -> bool:
     return tensor.is_floating_point() and tensor.numel() > 1  # which no counter is
 
 
-def nudge(tensor: Tensor, every: int, is_coarse: bool) -> Tensor:
+def perturb(tensor: Tensor, every: int, uses_16_bits: bool) -> Tensor:
     """As different as rounding would make it: one in ``every`` entries larger, the others smaller."""
-    if not can_be_nudged(tensor):
+    if not can_be_perturbed(tensor):
         return tensor
-    by = 2**-9 if is_coarse else 8 * torch.finfo(tensor.dtype).eps
+    by = 2**-9 if uses_16_bits else 8 * torch.finfo(tensor.dtype).eps
     is_up = (torch.arange(tensor.numel(), device=tensor.device) % every == 0).view(tensor.shape)
     return tensor + tensor * torch.where(is_up, by, -by).to(tensor.dtype)
 
 
-def is_coarse(graph: GraphModule) -> bool:
+def uses_16_bits(graph: GraphModule) -> bool:
     """Whether it computes with 16 bits, between which compiled code rounds less often."""
     values = [node.meta.get("val") for node in graph.graph.nodes]
     return any(isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16) for value in values)
 
 
-def is_same(a: Tensor, b: Tensor, scale: float, share: float = CLOSELY, odd: float = MOST_ODD) -> bool:
+def is_close(a: Tensor, b: Tensor, scale: float, share: float = TOLERANCE, outliers: float = MAX_OUTLIERS) -> bool:
     """But for rounding, and for some entries of a tensor."""
-    return odd_entries(a, b, share, rounding(a, scale)) <= (max(1, int(odd * a.numel())) if can_be_nudged(a) else 0)
+    return count_outliers(a, b, share, rounding(a, scale)) <= (max(1, int(outliers * a.numel())) if can_be_perturbed(a) else 0)
 
 
-def is_roughly_same(a: Tensor, b: Tensor, scale: float) -> bool:
+def is_close_in_16_bits(a: Tensor, b: Tensor, scale: float) -> bool:
     """In most entries, or as a whole where entries are rounding alone."""
     if not a.is_floating_point() or not torch.equal(a.isfinite(), b.isfinite()):
         return torch.equal(a, b)
-    if is_same(a, b, scale, ROUGHLY, odd=0.25):
+    if is_close(a, b, scale, COARSE_TOLERANCE, outliers=0.25):
         return True
     a, b = (tensor.double().nan_to_num(0, 0, 0) for tensor in (a, b))
-    return float((a - b).norm()) <= ROUGHLY * float(a.norm() + b.norm()) + 16 * FLOAT32_EPS * scale
+    return float((a - b).norm()) <= COARSE_TOLERANCE * float(a.norm() + b.norm()) + 16 * FLOAT32_EPS * scale
 
 
-def odd_share(change: Tensor, other: Tensor, before: Tensor) -> float:
+def outlier_share(change: Tensor, other: Tensor, before: Tensor) -> float:
     """Of all entries, those that do not change the same way and about as far; not counting one."""
     margin = rounding(change, largest([change])) + 8 * torch.finfo(before.dtype).eps * before.abs()
-    return max(0, odd_entries(change, other, ABOUT, margin) - 1) / change.numel()
+    return max(0, count_outliers(change, other, CHANGE_TOLERANCE, margin) - 1) / change.numel()
 
 
-def odd_entries(a: Tensor, b: Tensor, share: float, margin: float | Tensor) -> int:
+def count_outliers(a: Tensor, b: Tensor, share: float, margin: float | Tensor) -> int:
     """How many differ, by more than this share and margin if they are no integers."""
     is_near = (a == b) | (a.isnan() & b.isnan())
     if a.is_floating_point():

@@ -7,7 +7,7 @@ import torch
 
 from hesscale.compile.inductor import checked
 from hesscale.compile.make_fx import trace
-from hesscale.compile.verify import is_roughly_same, is_same
+from hesscale.compile.verify import is_close, is_close_in_16_bits
 
 
 def small_step(weight: torch.Tensor, gradient: torch.Tensor) -> list[torch.Tensor]:
@@ -93,22 +93,22 @@ def test_rounding_to_16_bits_is_no_difference_and_a_factor_is():
     for factor in (1.2, torch.nan):
         with pytest.raises(RuntimeError, match="other numbers"):
             checked(compiler(factor), graph, [x], {})
-    assert not is_roughly_same(torch.tensor([3]), torch.tensor([4]), 1.0)
+    assert not is_close_in_16_bits(torch.tensor([3]), torch.tensor([4]), 1.0)
     outlier = torch.where(torch.arange(1000) == 7, 1e6, 0.0)  # of a step by a curvature that is rounding alone
-    assert is_roughly_same(x + outlier, x - outlier, 1.0)
-    assert not is_roughly_same(x + outlier, -x - outlier, 1.0)
+    assert is_close_in_16_bits(x + outlier, x - outlier, 1.0)
+    assert not is_close_in_16_bits(x + outlier, -x - outlier, 1.0)
     far, some = torch.linspace(-1e3, 1e3, 1000), torch.arange(1000)  # large steps, whose signs are rounding for some
-    assert is_roughly_same(torch.where(some % 5 < 1, far, x), torch.where(some % 5 < 1, -far, x), 1.0)
-    assert not is_roughly_same(torch.where(some % 5 < 2, far, x), torch.where(some % 5 < 2, -far, x), 1.0)
-    assert not is_roughly_same(x, torch.where(torch.arange(1000) < 50, torch.nan, x), 1.0)
+    assert is_close_in_16_bits(torch.where(some % 5 < 1, far, x), torch.where(some % 5 < 1, -far, x), 1.0)
+    assert not is_close_in_16_bits(torch.where(some % 5 < 2, far, x), torch.where(some % 5 < 2, -far, x), 1.0)
+    assert not is_close_in_16_bits(x, torch.where(torch.arange(1000) < 50, torch.nan, x), 1.0)
     for factor in (-1, 0, 3):  # though the margin of 16 bits would hold all that is small beside another tensor
-        assert not is_roughly_same(x.bfloat16() / 20, factor * x.bfloat16() / 20, 4.0)
+        assert not is_close_in_16_bits(x.bfloat16() / 20, factor * x.bfloat16() / 20, 4.0)
 
 
 def test_rounding_is_no_difference():
     a = torch.tensor([1.0, 2.0, 1e-12])
-    assert is_same(a, a + torch.tensor([1e-6, 1e-6, 1e-9]), 2.0)
-    assert not is_same(a, a * 1.5, 2.0)
-    assert is_same(torch.tensor([torch.nan, torch.inf]), torch.tensor([torch.nan, torch.inf]), 1.0)
-    assert not is_same(torch.tensor(1.0), torch.tensor(torch.nan), 1.0)
-    assert not is_same(torch.tensor([3]), torch.tensor([4]), 1.0)
+    assert is_close(a, a + torch.tensor([1e-6, 1e-6, 1e-9]), 2.0)
+    assert not is_close(a, a * 1.5, 2.0)
+    assert is_close(torch.tensor([torch.nan, torch.inf]), torch.tensor([torch.nan, torch.inf]), 1.0)
+    assert not is_close(torch.tensor(1.0), torch.tensor(torch.nan), 1.0)
+    assert not is_close(torch.tensor([3]), torch.tensor([4]), 1.0)

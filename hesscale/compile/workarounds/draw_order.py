@@ -63,7 +63,7 @@ class Draw(NamedTuple):
         return self.function(*given, *self.arguments, **self.options)
 
 
-def set_apart(graph: GraphModule) -> tuple[GraphModule, list[Draw]]:
+def separate_draws(graph: GraphModule) -> tuple[GraphModule, list[Draw]]:
     """A graph that takes random numbers as further arguments, and how to draw them in order, if there are several.
 
     Where some depend on what the graph computes, it stays as it is.

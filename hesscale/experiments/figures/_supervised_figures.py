@@ -28,11 +28,11 @@ class Trained:
     Attributes:
         best: the step size with the highest accuracy on the validation split, by seeds that all have.
         by_size: results of these seeds, and at the best step size of all seeds.
-        look: the colour of its lines, and whether they are dashed.
+        style: the colour of its lines, and whether they are dashed.
     """
 
-    def __init__(self, label: str, by_size: Mapping[float, list[Result]], look: tuple[str, bool]) -> None:
-        self.label, self.by_size, self.look = label, comparable(dict(sorted(by_size.items()))), look
+    def __init__(self, label: str, by_size: Mapping[float, list[Result]], style: tuple[str, bool]) -> None:
+        self.label, self.by_size, self.style = label, comparable(dict(sorted(by_size.items()))), style
         self.best = max(self.by_size, key=self.accuracy)
         self.by_size[self.best] = by_size[self.best]
 
@@ -89,8 +89,8 @@ def section(results: list[Result], own: Sequence[tuple[str, Any]]) -> Section:
     by_label: dict[str, dict[float, list[Result]]] = {}
     for result in sorted(results, key=order_of):
         by_label.setdefault(result.task.label, {}).setdefault(result.task.step_size, []).append(result)
-    looks = looks_of({label: next(iter(by_size.values()))[0].task.optimizer for label, by_size in by_label.items()})
-    trained = [Trained(label, by_size, looks[label]) for label, by_size in by_label.items()]
+    styles = styles_of({label: next(iter(by_size.values()))[0].task.optimizer for label, by_size in by_label.items()})
+    trained = [Trained(label, by_size, styles[label]) for label, by_size in by_label.items()]
     task = results[0].task
     end = "".join(f"-{name}-{value}" for name, value in own)
     items: list[Plot | Heat | Table] = [accuracies(trained, f"optimizers{end}"), speeds(trained, f"speed{end}")]
@@ -149,19 +149,19 @@ def curves(trained: list[Trained], split: str, what: str, against: str, end: str
 def line(found: Trained, x: Sequence[float], points: Sequence[Summary]) -> Series:
     """Means, and a standard error below and above."""
     low, high = ([at.mean + sign * (at.error or 0) for at in points] for sign in (-1, 1))
-    colour, is_dashed = found.look
+    colour, is_dashed = found.style
     return Series(found.label, x, [at.mean for at in points], low, high, colour=colour, dashed=is_dashed)
 
 
-def looks_of(optimizers: Mapping[str, str]) -> dict[str, tuple[str, bool]]:
+def styles_of(optimizers: Mapping[str, str]) -> dict[str, tuple[str, bool]]:
     """Of optimizers by label: the paper's have their colours in all figures, and variants are dashed."""
     spare = itertools.cycle([(colour, True) for colour in SPARE])
-    looks: dict[str, tuple[str, bool]] = {}
+    styles: dict[str, tuple[str, bool]] = {}
     for label, optimizer in optimizers.items():
         spec = IMAGE_OPTIMIZERS[optimizer]
-        look = spec.colour, spec.is_variant or label != spec.label
-        looks[label] = next(spare) if look in looks.values() else look
-    return looks
+        style = spec.colour, spec.is_variant or label != spec.label
+        styles[label] = next(spare) if style in styles.values() else style
+    return styles
 
 
 def sensitivity(trained: list[Trained], value: str, end: str) -> Plot:
@@ -205,7 +205,7 @@ def speeds(trained: list[Trained], name: str) -> Table:
     adam = next((found for found in trained if found.label == "Adam" and found.runs), None)
 
     def ratio(found: Trained) -> str:
-        if adam is None or circumstances(found) != circumstances(adam):
+        if adam is None or comparable_settings(found) != comparable_settings(adam):
             return "–"
         return f"{pace_of(found.runs) / pace_of(adam.runs):.2f}"
 
@@ -250,7 +250,7 @@ def noted(value: str, form: str, factor: float = 1) -> Callable[[Trained], str]:
     return text
 
 
-def circumstances(found: Trained) -> object:
+def comparable_settings(found: Trained) -> object:
     """What must be the same for speeds to be compared."""
     facts = [result.facts for result in found.runs]
     machines = [machine for each in facts for machine in (each.get("machine", {}), *each.get("earlier_machines", ()))]

@@ -11,7 +11,7 @@ from torch import Tensor, _inductor, nn
 import hesscale
 from hesscale.compile.inductor import compile_graph
 from hesscale.compile.make_fx import trace
-from hesscale.compile.workarounds.draw_order import is_draw, set_apart
+from hesscale.compile.workarounds.draw_order import is_draw, separate_draws
 
 slow = pytest.mark.slow
 
@@ -43,7 +43,7 @@ def test_numbers_are_those_that_the_graph_would_have_drawn(function):
     torch.manual_seed(0)
     x = torch.randn(6, 4, dtype=torch.float64).t()
     graph = trace(function, [x])
-    apart, draws = set_apart(graph)
+    apart, draws = separate_draws(graph)
     assert draws
     assert not any(map(is_draw, apart.graph.nodes))
     assert sum(map(is_draw, graph.graph.nodes)) == len(draws)
@@ -85,7 +85,7 @@ def once(x: Tensor) -> list[Tensor]:
 def test_other_graphs_stay_as_they_are(function):
     graph = trace(function, [torch.randn(3, 2)])
     assert any(map(is_draw, graph.graph.nodes))
-    apart, draws = set_apart(graph)
+    apart, draws = separate_draws(graph)
     assert apart is graph
     assert not draws
 
