@@ -50,7 +50,7 @@ class Member:
             raise ValueError(f"{len(others)} parameters of the optimizer are not in the model, such as of shape {shapes}")
         self.replaced_buffers: set[int] = set()  # which the model replaces by others instead of changing them
         self.own_buffers: dict[int, Tensor] = {}  # those in their place, if the ensemble put them there
-        self.structure = self.read_structure()
+        self.structure, self.identities = self.read_structure(), self.read_identities()
 
     # ----------------------------------------------------------------------------------------------- what may not change
 
@@ -66,14 +66,30 @@ class Member:
                 found += contents(f"{prefix}{name}", value)
         return found
 
+    def read_identities(self) -> list[int]:
+        """Which objects the structure consists of, without their names: quick to compare."""
+        found = [*map(id, self.optimizer.parameters())]
+        for module in self.modules:
+            held = module.__dict__
+            found += [id(type(module)), id(type(module).forward), *map(id, held["_modules"].values())]
+            found += [*map(id, held["_parameters"].values()), *[len(held[kind]) for kind in HOOKS]]
+            for name, value in held.items():
+                if name not in MODULE_ATTRIBUTES and not isinstance(value, Tensor):
+                    plain = isinstance(value, PLAIN)
+                    found += [id(value)] if plain else [id(inner) for _, inner in contents("", value)]
+        return found
+
     def changed_part(self) -> str:
         """The name of a part that an ensemble takes for fixed, and that has changed; empty if none has."""
-        now = self.read_structure()
-        if len(now) == len(self.structure) and all(a[1] is b[1] for a, b in zip(now, self.structure, strict=True)):
+        identities = self.read_identities()
+        if identities == self.identities:
             return ""
-        before = dict(self.structure)
-        changed = [name for name, value in now if name not in before or not is_same(value, before[name])]
-        return next(iter([*changed, *(before.keys() - dict(now).keys())]), "")
+        now, before = dict(self.read_structure()), dict(self.structure)
+        changed = [name for name, value in now.items() if name not in before or not is_same(value, before[name])]
+        changed += sorted(before.keys() - now.keys())
+        if not changed:
+            self.identities = identities
+        return changed[0] if changed else ""
 
     def signature(self) -> tuple[object, ...]:
         """What may change, is no tensor, and decides what a step does."""
@@ -138,7 +154,7 @@ class Member:
             loss = self.loss_fn(self.model, *batch)
         own = {id(p) for p in self.optimizer.parameters()}
         self.optimizer.train(loss, [p for p in self.parameters if p.requires_grad and id(p) not in own])
-        self.structure = self.read_structure()  # the model itself may change its attributes
+        self.structure, self.identities = self.read_structure(), self.read_identities()  # the model itself may change them
         return loss.detach()
 
     def step(self, layout: Layout, signature: BatchSignature, given: Sequence[Tensor]) -> list[Tensor]:
