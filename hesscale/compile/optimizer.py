@@ -44,8 +44,6 @@ class FunctionalOptimizer:
             raise TypeError("LBFGS evaluates the loss many times in a step, by a closure; train with it in a loop of your own")
         self.optimizer, self.options = optimizer, options
         self.hyperparameters = Hyperparameters(optimizer)
-        self.names: tuple[str, ...] = ()  # of the optimizer's plain attributes
-        self.count = -1  # of its attributes of all kinds
         if isinstance(optimizer, CurvatureOptimizer):
             optimizer.unpack()
 
@@ -68,11 +66,8 @@ class FunctionalOptimizer:
 
     def attributes(self) -> tuple[object, ...]:
         """Options of the optimizer as a whole: public attributes that are plain values."""
-        held = vars(self.optimizer)
-        if len(held) != self.count:
-            self.names = tuple([name for name, value in held.items() if name[0] != "_" and isinstance(value, PLAIN)])
-            self.count = len(held)
-        return self.names, *[held[name] for name in self.names]
+        held = vars(self.optimizer).items()
+        return tuple([item for item in held if item[0][0] != "_" and isinstance(item[1], PLAIN)])
 
     def has_step_hooks(self) -> bool:
         optimizer = self.optimizer
