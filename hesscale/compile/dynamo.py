@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._ops import HigherOrderOperator
 from torch.fx import GraphModule
 from torch.nn.modules import module
@@ -60,21 +61,36 @@ class NotCaptured(Exception):
     is_lasting = True  # and will not be captured with other batches like this one either
 
 
+class TooManyGraphs(NotCaptured):
+    """There is no graph for this call, and no room for another."""
+
+    is_lasting = False
+
+
+class UnguardedState(NotCaptured):
+    """Something that holds for the whole process keeps the forward pass from being captured or guarded."""
+
+    is_lasting = False
+
+
+class CaptureOnly(Exception):
+    """Leaves a call that was made to capture a graph before anything has run."""
+
+
 class Captured:
     """A loss function, captured: ``(model, *batch) -> loss``.
 
     Args:
         loss_fn: ``(model, *batch) -> loss``.
         make_runner: makes of each forward graph what runs in its place: it takes the inputs of that graph, and returns what the
-            graph returns. Dynamo calls it while the guards of the graph hold, and then sets the attributes that the model sets.
+            graph returns. It is called while the guards of the graph hold; then the attributes are set that the model sets.
     """
 
     def __init__(self, loss_fn: LossFunction, make_runner: Callable[[ForwardGraph], Runner]) -> None:
-        self.make_runner = make_runner
-        self.graphs = 0
+        self.loss_fn, self.make_runner = loss_fn, make_runner
         self.runners: list[Runner] = []
         self.methods: list[tuple[type, str, Any]] = []  # which Dynamo has read, and does not guard
-        self.is_configured = self.has_run = False
+        self.is_capturing = False
         allow_losses()
         own = weakref.ref(self)  # Dynamo keeps backends for good
 
@@ -88,22 +104,21 @@ class Captured:
 
         # Dynamo keeps its graphs by code object: this gives every step its own.
         closure.__code__ = closure.__code__.replace(co_name=getattr(loss_fn, "__name__", type(loss_fn).__name__))
+        self.closure = closure
         self.compiled: Callable[..., Tensor] = torch.compile(closure, backend=backend, fullgraph=True, dynamic=False)
 
     def backend(self, graph: GraphModule) -> Runner:
         """What runs in place of a graph that Dynamo has captured."""
-        if not self.is_configured:
-            raise RuntimeError("a graph was captured without capture_config")
         number = len(self.runners)
         self.runners.append(self.make_runner(forward_graph(graph)))
         self.methods += captured_methods()
-        self.graphs += 1
         own = weakref.ref(self)  # Dynamo keeps what is returned here for good
 
         def run(*inputs: Any) -> tuple[Any, ...]:
             captured = own()
             assert captured is not None
-            captured.has_run = True
+            if captured.is_capturing:
+                raise CaptureOnly
             return captured.runners[number](*inputs)
 
         return run
@@ -116,50 +131,63 @@ class Captured:
     def __call__(self, model: nn.Module, *batch: Any) -> Tensor:
         """The loss, by a graph whose guards hold, or by a new one.
 
-        Where ``torch.compiler.set_stance`` turns Dynamo off, it is the loss of eager mode, and ``has_run`` is False.
-
         Raises:
             NotCaptured: no graph has run.
         """
-        self.has_run = False
-        if any(GLOBAL_HOOKS):
-            raise UnguardedState(HAS_GLOBAL_HOOKS)
-        if has_function_mode():
-            raise UnguardedState(HAS_FUNCTION_MODE)
-        if self.graphs >= MAX_GRAPHS:
-            return self.call_known(model, *batch)
+        check_process()
+        given: Sequence[Any] = batch
+        function = self.guarded(model, given)
+        if function is None:
+            given = aliases_of(batch)
+            function = self.guarded(model, given)
+        if function is None:
+            self.capture(model, given)
+            function = self.guarded(model, given)
+        if function is None:
+            raise NotCaptured("TorchDynamo's guards do not hold for what it has just captured")
+        return function(model, *given)
+
+    def guarded(self, model: nn.Module, batch: Sequence[Any]) -> Callable[..., Tensor] | None:
+        """Dynamo's code for the first of its graphs whose guards hold.
+
+        ``self.compiled`` would find it too; but around that, ``torch.compile`` does in Python what takes longer than a small step.
+        """
+        frame = {"model": model, "batch": batch, "loss_fn": self.loss_fn}
+        for entry in _debug_get_cache_entry_list(self.closure.__code__):
+            if entry.guard_manager.check(frame):
+                return FunctionType(entry.code, self.closure.__globals__, closure=self.closure.__closure__)
+        return None
+
+    def capture(self, model: nn.Module, batch: Sequence[Any]) -> None:
+        """Have Dynamo capture a graph; nothing runs."""
+        if len(self.runners) >= MAX_GRAPHS:
+            raise TooManyGraphs(TOO_MANY)
+        self.is_capturing = True
         try:
-            if self.graphs:
-                return self.compiled(model, *batch)
-        except Exception:  # something is new, but the settings are not those for a capture
-            if self.has_run:
-                raise
-        try:
-            self.is_configured = True
             with capture_config():
-                return self.compiled(model, *aliases_of(batch))
+                self.compiled(model, *batch)
+        except CaptureOnly:
+            pass
         except Exception as error:
-            if self.has_run:
-                raise
             if isinstance(refusal := getattr(error, "inner_exception", None), NotCaptured):
                 raise refusal from None
             raise NotCaptured(f"TorchDynamo cannot capture it: {reason_of(error)}") from error
         finally:
-            self.is_configured = False
+            self.is_capturing = False
 
-    def call_known(self, model: nn.Module, *batch: Any) -> Tensor:
-        """The loss, by a graph whose guards hold."""
-        try:
-            with torch.compiler.set_stance("fail_on_recompile"):
-                return self.compiled(model, *batch)
-        except Exception as error:
-            if self.has_run:
-                raise
-            raise TooManyGraphs(TOO_MANY) from error
+
+def check_process() -> None:
+    """Refuse what Dynamo does not guard, since it is the process's and not the model's."""
+    if any(GLOBAL_HOOKS):
+        raise UnguardedState(HAS_GLOBAL_HOOKS)
+    if has_function_mode():
+        raise UnguardedState(HAS_FUNCTION_MODE)
+    if torch._dynamo.eval_frame._stance.stance != "default":
+        raise UnguardedState("torch.compiler.set_stance has turned TorchDynamo off")
 
 
 def aliases_of(batch: Sequence[Any]) -> Sequence[Any]:
-    """The batch for a capture, in other tensor objects on the same memory.
+    """A batch in other tensor objects on the same memory.
 
     Where a batch is a tensor that the code also reads as a global variable, Dynamo takes both for one without a guard.
     """
@@ -170,18 +198,6 @@ def aliases_of(batch: Sequence[Any]) -> Sequence[Any]:
     others = [leaf.detach() if type(leaf) is Tensor and not leaf.requires_grad else leaf for leaf in leaves]
     found: Sequence[Any] = pytree.tree_unflatten(others, spec)
     return found
-
-
-class TooManyGraphs(NotCaptured):
-    """There is no graph for this call, and no room for another."""
-
-    is_lasting = False
-
-
-class UnguardedState(NotCaptured):
-    """Hooks or modes of the whole process are active, which Dynamo does not guard."""
-
-    is_lasting = False
 
 
 def has_function_mode() -> bool:

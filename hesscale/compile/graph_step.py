@@ -129,7 +129,7 @@ class GraphProgram(Program):
         self.requires_grad = [x.requires_grad for x in inputs]
         self.layout = self.optimizer.layout(self.parameters)
         self.state = self.optimizer.tensors(self.layout, self.parameters)
-        self.state_signatures, self.state_ids = signatures(self.state), [*map(id, self.state)]
+        self.state_signatures, self.state_ids = signatures(self.state), self.optimizer.state_identities()
         arguments = [*inputs, *self.state, *self.numbers()]
         super().__init__(trace(self.step, arguments, constants=True), arguments)
         mutated = mutated_arguments(self.graph)
@@ -160,17 +160,16 @@ class GraphProgram(Program):
         optimizer, number = self.optimizer, self.index.get
         if [*map(id, optimizer.parameters())] != self.ids or [number(id(x)) for x in inputs] != self.roles:
             return False
-        try:
-            state = optimizer.tensors(self.layout, self.parameters)
-        except KeyError:  # some are gone
-            return False
-        if [*map(id, state)] != self.state_ids:
+        if optimizer.state_identities() != self.state_ids:
             optimizer.prepare()
-            state = optimizer.tensors(self.layout, self.parameters)
+            try:
+                state = optimizer.tensors(self.layout, self.parameters)
+            except KeyError:  # some are gone
+                return False
             if signatures(state) != self.state_signatures:
                 return False
-            self.state, self.state_ids, self.addresses = state, [*map(id, state)], []
-        self.arguments = [*inputs, *state, *self.numbers()]
+            self.state, self.state_ids, self.addresses = state, optimizer.state_identities(), []
+        self.arguments = [*inputs, *self.state, *self.numbers()]
         return self.mode is Mode.TRACED or not self.has_new_overlap()
 
     def has_new_overlap(self) -> bool:

@@ -44,6 +44,9 @@ class FunctionalOptimizer:
             raise TypeError("LBFGS evaluates the loss many times in a step, by a closure; train with it in a loop of your own")
         self.optimizer, self.options = optimizer, options
         self.hyperparameters = Hyperparameters(optimizer)
+        self.attribute_types: list[object] = []
+        self.option_names: tuple[str, ...] = ()  # of attributes
+        self.has_curvature = isinstance(optimizer, CurvatureOptimizer)
         if isinstance(optimizer, CurvatureOptimizer):
             optimizer.unpack()
 
@@ -56,7 +59,7 @@ class FunctionalOptimizer:
         return (
             self.hyperparameters.read(),
             self.attributes(),
-            not isinstance(optimizer, CurvatureOptimizer) or optimizer.is_curvature_due,
+            not self.has_curvature or optimizer.is_curvature_due,  # type: ignore[attr-defined]
             self.has_step_hooks(),
             self.has_parameter_hooks(),
             getattr(optimizer, "generator", None) is not None,
@@ -66,8 +69,12 @@ class FunctionalOptimizer:
 
     def attributes(self) -> tuple[object, ...]:
         """Options of the optimizer as a whole: public attributes that are plain values."""
-        held = vars(self.optimizer).items()
-        return tuple([item for item in held if item[0][0] != "_" and isinstance(item[1], PLAIN)])
+        held = vars(self.optimizer)
+        types = [*held, *map(type, held.values())]
+        if types != self.attribute_types:
+            self.attribute_types = types
+            self.option_names = tuple([name for name, value in held.items() if name[0] != "_" and isinstance(value, PLAIN)])
+        return (self.option_names, *map(held.__getitem__, self.option_names))
 
     def has_step_hooks(self) -> bool:
         optimizer = self.optimizer
@@ -154,6 +161,12 @@ class FunctionalOptimizer:
         state, counters = self.optimizer.state, self.counters
         kept = [map(state[parameters[i]].__getitem__, names) for i, names in layout.state]
         return [*chain.from_iterable(kept), *[counters[name] for name in layout.counters]]
+
+    def state_identities(self) -> list[int]:
+        """Which objects the state consists of: quicker to read than :meth:`tensors`, which looks up every parameter."""
+        state = self.optimizer.state
+        values = chain.from_iterable([entries.values() for entries in state.values()])
+        return [*map(id, state), *map(id, values), *map(id, self.counters.values())]
 
     def replace_tensors(self, layout: Layout, parameters: Sequence[Tensor], tensors: Iterator[Tensor]) -> None:
         """Put other tensors in the places of :meth:`tensors`."""

@@ -123,8 +123,6 @@ class CompiledStep:
             self.captured = Captured(self.loss_fn, lambda forward: GraphStep(forward, training))
         try:
             loss = self.captured(training.model, *batch)
-            if not self.captured.has_run:
-                return self.train(loss, "torch.compiler.set_stance has turned TorchDynamo off")
             self.misses = 0
             return loss
         except NotCaptured as refusal:
@@ -148,15 +146,10 @@ class CompiledStep:
 
     def eager(self, batch: Sequence[Any], reason: str) -> Tensor:
         """A step in eager mode, by the model's own code."""
-        self.training.mode, self.training.reason = Mode.EAGER, reason
-        with torch.enable_grad(), without_compiled_parts():
-            loss = self.loss_fn(self.training.model, *batch)
-        return self.train(loss, reason)
-
-    def train(self, loss: Tensor, reason: str) -> Tensor:
-        """The rest of a step in eager mode."""
         training = self.training
         training.mode, training.reason = Mode.EAGER, reason
+        with torch.enable_grad(), without_compiled_parts():
+            loss = self.loss_fn(training.model, *batch)
         own = {id(p) for p in training.optimizer.parameters()}
         training.optimizer.train(loss, [p for p in training.model.parameters() if p.requires_grad and id(p) not in own])
         return loss.detach()

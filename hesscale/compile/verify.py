@@ -33,7 +33,9 @@ def difference(
     scale, returned = largest(expected), len(expected) - len(before)
     is_near, share = (is_close_in_16_bits, COARSE_TOLERANCE) if uses_16_bits else (is_close, TOLERANCE)
     others: list[tuple[list[Tensor], Sequence[Tensor]]] = []
-    for number, (a, b) in enumerate(zip(expected, found, strict=True), -returned):
+    for number, outcomes in enumerate(zip(expected, found, strict=True), -returned):
+        device = before[max(number, 0)].device
+        a, b = (tensor.to(device) for tensor in outcomes)
         if a.shape != b.shape:
             return f"shape {tuple(b.shape)} in place of {tuple(a.shape)}"
         is_alike, outliers = is_near(a, b, scale), 0.0
@@ -44,8 +46,9 @@ def difference(
                 if not others:
                     perturbed = [[perturb(tensor, every, uses_16_bits) for tensor in before] for every in (2, 3)]
                     others = [(given, rerun(given)[returned:]) for given in perturbed]
-                is_alike = is_alike or not all(is_near(a, after[number], scale) for _, after in others)
-                rounded = max(outlier_share(a - was, after[number] - given[number], was) for given, after in others)
+                changed = [(given[number], after[number].to(device)) for given, after in others]
+                is_alike = is_alike or not all(is_near(a, after, scale) for _, after in changed)
+                rounded = max(outlier_share(a - was, after - given, was) for given, after in changed)
                 outliers = 0.0 if outliers <= 4 * rounded else outliers
         where = f"in a tensor of shape {tuple(a.shape)}"
         if not is_alike:
