@@ -73,8 +73,11 @@ class UnguardedState(NotCaptured):
     is_lasting = False
 
 
-class CaptureOnly(Exception):
-    """Leaves a call that was made to capture a graph before anything has run."""
+class InputsOnly(Exception):
+    """Leaves a call that was made for a graph and its inputs, before anything has run."""
+
+    def __init__(self, runner: Runner, inputs: Sequence[Any]) -> None:
+        self.runner, self.inputs = runner, inputs
 
 
 class Captured:
@@ -90,7 +93,7 @@ class Captured:
         self.loss_fn, self.make_runner = loss_fn, make_runner
         self.runners: list[Runner] = []
         self.methods: list[tuple[type, str, Any]] = []  # which Dynamo has read, and does not guard
-        self.is_capturing = False
+        self.inputs_only = False
         allow_losses()
         own = weakref.ref(self)  # Dynamo keeps backends for good
 
@@ -117,8 +120,8 @@ class Captured:
         def run(*inputs: Any) -> tuple[Any, ...]:
             captured = own()
             assert captured is not None
-            if captured.is_capturing:
-                raise CaptureOnly
+            if captured.inputs_only:
+                raise InputsOnly(captured.runners[number], inputs)
             return captured.runners[number](*inputs)
 
         return run
@@ -134,23 +137,31 @@ class Captured:
         Raises:
             NotCaptured: no graph has run.
         """
+        function, given = self.function(model, batch)
+        return function(model, *given)
+
+    def function(self, model: nn.Module, batch: Sequence[Any]) -> tuple[Callable[..., Tensor], Sequence[Any]]:
+        """Dynamo's code by a graph whose guards hold, or by a new one, and the batch that it takes.
+
+        Raises:
+            NotCaptured: there is none.
+        """
         check_process()
-        given: Sequence[Any] = batch
-        function = self.guarded(model, given)
-        if function is None:
-            given = aliases_of(batch)
-            function = self.guarded(model, given)
-        if function is None:
-            self.capture(model, given)
-            function = self.guarded(model, given)
+        batch = tuple(batch)
+        if function := self.guarded(model, batch):
+            return function, batch
+        aliases = aliases_of(batch)
+        if not (function := self.guarded(model, aliases)):
+            self.capture(model, aliases)
+            function = self.guarded(model, aliases)
         if function is None:
             raise NotCaptured("TorchDynamo's guards do not hold for what it has just captured")
-        return function(model, *given)
+        return function, aliases
 
     def guarded(self, model: nn.Module, batch: Sequence[Any]) -> Callable[..., Tensor] | None:
         """Dynamo's code for the first of its graphs whose guards hold.
 
-        ``self.compiled`` would find it too; but around that, ``torch.compile`` does in Python what takes longer than a small step.
+        ``self.compiled`` would find it too; but what ``torch.compile`` does around that in Python takes as long as a small step.
         """
         frame = {"model": model, "batch": batch, "loss_fn": self.loss_fn}
         for entry in _debug_get_cache_entry_list(self.closure.__code__):
@@ -158,22 +169,41 @@ class Captured:
                 return FunctionType(entry.code, self.closure.__globals__, closure=self.closure.__closure__)
         return None
 
+    def failed_guard(self, function: Callable[..., Tensor], model: nn.Module, batch: Sequence[Any]) -> str:
+        """Which guard of a graph does not hold, in Dynamo's words; empty if all hold."""
+        frame = {"model": model, "batch": batch, "loss_fn": self.loss_fn}
+        for entry in _debug_get_cache_entry_list(self.closure.__code__):
+            if entry.code is function.__code__:
+                if entry.guard_manager.check(frame):
+                    return ""
+                failed = entry.guard_manager.check_verbose(frame).verbose_code_parts
+                return "; ".join([part.partition("  #")[0].strip() for part in failed]) or "a guard"
+        return "the graph is gone"
+
+    def inputs(self, function: Callable[..., Tensor], model: nn.Module, batch: Sequence[Any]) -> tuple[Runner, Sequence[Any]]:
+        """What runs in place of the graph, and its inputs; nothing runs."""
+        self.inputs_only = True
+        try:
+            function(model, *batch)
+        except InputsOnly as found:
+            return found.runner, found.inputs
+        finally:
+            self.inputs_only = False
+        raise AssertionError("TorchDynamo's code has run without its graph")
+
     def capture(self, model: nn.Module, batch: Sequence[Any]) -> None:
         """Have Dynamo capture a graph; nothing runs."""
         if len(self.runners) >= MAX_GRAPHS:
             raise TooManyGraphs(TOO_MANY)
-        self.is_capturing = True
+        if self.compiled is self.closure:
+            raise NotCaptured("TorchDynamo is turned off")
         try:
             with capture_config():
-                self.compiled(model, *batch)
-        except CaptureOnly:
-            pass
+                self.inputs(self.compiled, model, batch)
         except Exception as error:
             if isinstance(refusal := getattr(error, "inner_exception", None), NotCaptured):
                 raise refusal from None
             raise NotCaptured(f"TorchDynamo cannot capture it: {reason_of(error)}") from error
-        finally:
-            self.is_capturing = False
 
 
 def check_process() -> None:
@@ -191,7 +221,7 @@ def aliases_of(batch: Sequence[Any]) -> Sequence[Any]:
 
     Where a batch is a tensor that the code also reads as a global variable, Dynamo takes both for one without a guard.
     """
-    leaves, spec = pytree.tree_flatten(tuple(batch))
+    leaves, spec = pytree.tree_flatten(batch)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if len({*map(id, tensors)}) < len(tensors):
         return batch
@@ -222,6 +252,7 @@ def capture_config() -> Iterator[None]:
         "skip_nnmodule_hook_guards": False,
         "allow_rnn": True,
         "accumulated_recompile_limit": 2**20,
+        "record_runtime_overhead": False,  # to a profiler, at every call
         # What Dynamo takes for unchanged to save time; the defaults differ between versions of torch.
         "assume_dunder_attributes_remain_unchanged": False,
         "guard_nn_modules_using_dict_tags": False,

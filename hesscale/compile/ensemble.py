@@ -8,16 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .dynamo import GLOBAL_HOOKS, HAS_GLOBAL_HOOKS
-from .member import Member
-from .members import Members, SeparateMembers, StackedMembers
-from .program import Code, Mode, Program
-from .restore import restored
-from .signature import BatchSignature, tensor_signature
-from .staged import MAX_EAGER_STEPS, StagedStep
-from .step import check_backend, curvature_phases
-
-MAX_STEPS = 16  # kinds of steps that are kept
+from ..errors import NeedsEagerPass
+from .dynamo import Captured, ForwardGraph
+from .ensemble_program import EnsembleProgram, Inputs, SeparateProgram, StackedProgram
+from .graph_step import FunctionalStep, GraphStep, Training, obstacle_of
+from .members import Members
+from .optimizer import FunctionalOptimizer, Layout
+from .program import Mode
+from .signature import BatchSignature
+from .step import CapturedStep, check_backend, uncompiled
 
 
 def ensemble(
@@ -38,9 +37,8 @@ def ensemble(
     trust radius, betas …) may differ, and change later. The models stay usable: their parameters and buffers, and the
     optimizers' state, become views of tensors that hold those of all members, where these are mapped.
 
-    Modules, their attributes and hooks are fixed when the ensemble is made: where a change is noticed, the step raises.
-    ``training``, ``requires_grad`` and the optimizers' numbers may change. What ``loss_fn`` reads besides its arguments is
-    constant, as for ``jax.jit``.
+    TorchDynamo guards what the models and ``loss_fn`` read, as for one model. What changes in all members alike compiles the step
+    anew; where members come to differ in anything but numbers, the step raises.
 
     A member whose gradients or curvature are not finite stands still for that step, whatever its ``on_nonfinite`` says; its
     ``nonfinite_steps`` counts. The others go on.
@@ -71,168 +69,102 @@ def ensemble(
     if how not in HOW:
         raise ValueError(f"how={how!r} is not one of {', '.join(map(repr, HOW))}")
     check_backend(backend)
-    members = [Member(model, loss_fn, optimizer, options) for model, optimizer in zip(models, optimizers, strict=True)]
-    return Ensemble(HOW[how](members, batch_dims), backend, cuda_graph)
+    functional = [FunctionalOptimizer(optimizer, options) for optimizer in optimizers]
+    members = Members([uncompiled(model) for model in models], functional, batch_dims)
+    return Ensemble(members, loss_fn, HOW[how], Training(backend, cuda_graph))
 
 
-HOW: dict[str, type[Members]] = {"vmap": StackedMembers, "abreast": SeparateMembers}
+HOW: dict[str, type[EnsembleProgram]] = {"vmap": StackedProgram, "abreast": SeparateProgram}
 
 
-class Ensemble:
+class Ensemble(CapturedStep):
     """A training step of many models; see :func:`ensemble`. It has the attributes and methods of a compiled step."""
 
-    def __init__(self, members: Members, backend: str, cuda_graph: bool) -> None:
-        self.members, self.backend, self.cuda_graph = members, backend, cuda_graph
-        self.steps: dict[object, StagedStep] = {}
-        self.key: object = None
-        self.step: StagedStep | None = None
-        self.repeat: tuple[BatchSignature, EnsembleProgram, list[Tensor]] | None = None
-
-    @property
-    def mode(self) -> str:
-        return (Mode.EAGER if self.step is None else self.step.mode).value
-
-    @property
-    def reason(self) -> str:
-        return "" if self.step is None else self.step.reason
-
-    @property
-    def compilations(self) -> int:
-        return sum([step.builds for step in self.steps.values()])
+    def __init__(self, members: Members, loss_fn: Callable[..., Tensor], kind: type[EnsembleProgram], training: Training) -> None:
+        super().__init__(loss_fn, training)
+        self.members, self.kind = members, kind
 
     @property
     def modes(self) -> list[str]:
         """How every kind of step has run, such as those with and without new curvature."""
-        return sorted({step.mode.value for step in self.steps.values()})
+        graphs: list[Any] = [] if self.captured is None else self.captured.runners
+        return sorted({step.mode.value for graph in graphs for step in graph.steps.values()}) or [self.mode]
 
-    def __call__(self, *batch: Any) -> Tensor:
-        self.repeat = None
+    def graph_step(self, forward: ForwardGraph) -> EnsembleStep:
+        return EnsembleStep(forward, self.training, self.members, self.loss_fn, self.kind)
+
+    def read(self, batch: Sequence[Any]) -> tuple[list[Tensor], BatchSignature]:
+        """The tensors of a batch, and its signature."""
         tensors, signature = BatchSignature.of(batch)
         if signature.obstacle and not tensors:
             raise TypeError(signature.obstacle)
-        key = signature, self.members.signature(), surroundings()
-        if self.step is None or key != self.key:
-            self.key, self.step = key, self.step_for(key, signature)
-        losses: Tensor = self.step(tensors)[0]
+        self.members.check_batch(tensors)
+        return tensors, signature
+
+    def run(self, captured: Captured, batch: Sequence[Any]) -> Tensor:
+        members, (tensors, signature) = self.members, self.read(batch)
+        options = members.signature()
+        function, given = captured.function(members.models[0], signature.batch(members.part(tensors, 0)))
+        found = []
+        for k, model in enumerate(members.models):
+            if k and (reason := captured.failed_guard(function, model, given)):
+                raise ValueError(f"member {k} differs from member 0, since this does not hold for it: {reason}")
+            found.append(captured.inputs(function, model, given))
+        graph: Any = found[0][0]
+        inputs = Inputs(tensors, signature, BatchSignature.of(given)[0], [inputs for _, inputs in found])
+        outputs = graph.run(options, inputs)
+        if self.training.mode is not Mode.EAGER and not graph.forward.is_pure:
+            for k, model in enumerate(members.models):  # their attributes are set
+                graph.outputs = tuple([output[k] for output in outputs])
+                function(model, *signature.batch(members.part(tensors, k)))
+            graph.outputs = ()
+        losses: Tensor = outputs[graph.forward.loss]
         return losses
 
-    def step_for(self, key: object, signature: BatchSignature) -> StagedStep:
-        """The step for such a batch and such options; a new one takes the place of the oldest where there are too many."""
-        if key not in self.steps:
-            if len(self.steps) >= MAX_STEPS:
-                self.steps.pop(next(iter(self.steps)))
-            found = [HAS_GLOBAL_HOOKS] if any(GLOBAL_HOOKS) else []
-            found += [reason for member in self.members.members if (reason := member.obstacle())]
-            self.steps[key] = StagedStep(
-                EnsembleSource(self.members, signature),
-                compiles=self.backend == "inductor",
-                captures=self.cuda_graph and self.members.first.parameters[0].is_cuda,
-                obstacle="" if self.backend == "eager" else signature.obstacle or (found[0] if found else ""),
-            )
-            if self.backend == "eager":
-                self.steps[key].next_build = None
-        return self.steps[key]
+    def run_eager(self, batch: Sequence[Any]) -> Tensor:
+        return self.members.eager(self.loss_fn, *self.read(batch))
 
-    def again(self, *batch: Any) -> Tensor:
-        """A step as the last one, with another batch: that nothing else has changed since is not checked.
-
-        See :meth:`hesscale.compile.step.CompiledStep.again`.
-        """
-        tensors, signature = BatchSignature.of(batch)
-        if self.repeat is not None and self.repeat[0] == signature:
-            _, repeated, arguments = self.repeat
-            losses: Tensor = repeated([*arguments, *tensors])[0]
-            return losses
-        losses = self(*batch)
-        program = None if self.step is None or not self.step.is_settled else self.step.program
-        if isinstance(program, EnsembleProgram) and self.members.first.optimizer.repeats_itself:
-            self.repeat = signature, program, program.arguments[: len(program.arguments) - len(tensors)]
-        return losses
-
-    def warm_up(self, *batch: Any) -> None:
-        """Compile the step for such batches without training; see :meth:`hesscale.compile.step.CompiledStep.warm_up`."""
-        models = [member.model for member in self.members.members]
-        optimizers = [member.optimizer.optimizer for member in self.members.members]
-        with restored(models, optimizers):
-            for phase in curvature_phases(optimizers[0]):
-                for _ in range(MAX_EAGER_STEPS + 4):
-                    for group in [group for optimizer in optimizers for group in optimizer.param_groups]:
-                        group["step_count"] = phase
-                    self(*batch)
-                    if self.step is None or self.step.is_settled:
-                        break
-        self.repeat = None
+    def trained(self) -> tuple[Sequence[nn.Module], Sequence[torch.optim.Optimizer]]:
+        return self.members.models, [optimizer.optimizer for optimizer in self.members.optimizers]
 
 
-def surroundings() -> tuple[object, ...]:
-    """Settings of torch that decide what a step does."""
-    return (
-        torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
-        torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
-        torch.get_default_dtype(),
-        any(GLOBAL_HOOKS),
-    )
+class EnsembleStep(GraphStep):
+    """Steps of all members by one forward graph. Dynamo's code calls it with the inputs of one member, to set its attributes."""
+
+    def __init__(
+        self,
+        forward: ForwardGraph,
+        training: Training,
+        members: Members,
+        loss_fn: Callable[..., Tensor],
+        kind: type[EnsembleProgram],
+    ) -> None:
+        super().__init__(forward, training, members.optimizers[0])
+        self.members, self.loss_fn, self.kind = members, loss_fn, kind
+        self.outputs: tuple[Any, ...] = ()  # of the forward graph, for the member whose attributes are set
+
+    def __call__(self, *inputs: Any) -> tuple[Any, ...]:
+        return self.outputs
+
+    def eager(self, inputs: Inputs) -> tuple[Any, ...]:  # type: ignore[override]
+        losses = self.members.eager(self.loss_fn, inputs.batch, inputs.signature)
+        return tuple([losses if i == self.forward.loss else None for i in range(self.forward.outputs)])
+
+    def obstacle(self, inputs: Inputs) -> str:  # type: ignore[override]
+        return obstacle_of([x for own in inputs.inputs for x in own])
+
+    def new_program(self, inputs: Inputs) -> EnsembleProgram:  # type: ignore[override]
+        pairs = zip(self.members.optimizers, inputs.inputs, strict=True)
+        steps = [FunctionalStep(self.forward, optimizer, own) for optimizer, own in pairs]
+        first = steps[0]
+        for k, step in enumerate(steps):
+            if step.roles != first.roles:
+                raise ValueError(f"member {k} differs from member 0 in which parameters its optimizer trains")
+            if as_sets(step.layout) != as_sets(first.layout):
+                raise NeedsEagerPass("the optimizers of the members hold different kinds of state")
+            step.use_layout(first.layout, inputs.inputs[k])
+        return self.kind(self.members, steps, inputs)
 
 
-class EnsembleSource:
-    """Makes steps of an ensemble for batches of one signature."""
-
-    def __init__(self, members: Members, signature: BatchSignature) -> None:
-        self.members, self.signature = members, signature
-
-    def eager(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
-        return (self.members.eager(inputs, self.signature),)
-
-    def obstacle(self, inputs: Sequence[Any]) -> str:
-        return ""
-
-    def program(self, inputs: Sequence[Any]) -> Program:
-        self.members.prepare()
-        return EnsembleProgram(self.members, self.signature, inputs)
-
-
-class EnsembleProgram(Program):
-    """The step of an ensemble. Its arguments are the members' tensors, the optimizers' numbers, and the batch."""
-
-    def __init__(self, members: Members, signature: BatchSignature, batch: Sequence[Tensor]) -> None:
-        self.members, self.layout = members, members.layout()
-        self.batch_size = len(batch)
-        arguments = [*members.tensors(self.layout), *members.numbers(), *batch]
-        super().__init__(members.trace(self.layout, signature, arguments), arguments)
-        members.prepare()  # the trace may have found buffers that the model replaces
-        self.own = members.tensors(self.layout)
-        self.signatures = [tensor_signature(tensor.detach()) for tensor in self.own]
-        self.location = members.location()
-        self.arguments = [*self.own, *members.numbers(), *batch]
-
-    def arrange(self, code: Code) -> Code:
-        return self.members.arrange(code, self.layout)
-
-    def fits(self, inputs: Sequence[Any]) -> bool:
-        members = self.members
-        if members.location() != self.location:
-            members.prepare()
-            try:
-                self.own = members.tensors(self.layout)
-            except KeyError:  # the optimizers' state is another one now
-                return False
-            self.location = members.location()
-            if [tensor_signature(tensor.detach()) for tensor in self.own] != self.signatures:
-                return False
-        self.arguments = [*self.own, *members.numbers(), *inputs]
-        return True
-
-    def finish(self, results: Sequence[Any]) -> tuple[Any, ...]:
-        losses, *etas = results
-        self.members.record_step(etas)
-        return (losses,)
-
-    def example(self) -> Sequence[Tensor]:
-        return self.members.example(self.layout, self.arguments)
-
-    def shares_memory(self) -> bool:
-        return any(member.shares_memory(self.layout) for member in self.members.members)
-
-    def copied_arguments(self, moved: set[int]) -> set[int]:
-        count = len(self.arguments)
-        return set(range(count - self.batch_size, count))
+def as_sets(layout: Layout) -> object:
+    return {(i, frozenset(names)) for i, names in layout.state}, set(layout.counters)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any
@@ -14,7 +15,7 @@ from .aliasing import overlaps
 from .dynamo import ForwardGraph
 from .fx_graphs import mutated_arguments
 from .make_fx import CannotTrace, trace
-from .optimizer import FunctionalOptimizer
+from .optimizer import FunctionalOptimizer, Layout
 from .program import Mode, Program
 from .signature import UNUSUAL, tensor_signature
 from .staged import StagedStep
@@ -27,8 +28,6 @@ class Training:
     """What all graphs of a compiled step share.
 
     Attributes:
-        model: the model.
-        optimizer: trains.
         backend: ``"inductor"``, ``"traced"`` or ``"eager"``.
         cuda_graph: whether to capture compiled steps in a CUDA graph.
         mode, reason: how the last step ran, and why in no better way.
@@ -36,8 +35,6 @@ class Training:
         last: made the last step, unless that was in eager mode by the model's own code.
     """
 
-    model: nn.Module
-    optimizer: FunctionalOptimizer
     backend: str
     cuda_graph: bool
     mode: Mode = Mode.EAGER
@@ -46,18 +43,29 @@ class Training:
     last: StagedStep | None = None
 
 
-class GraphStep:
-    """Steps by one forward graph; Dynamo calls it with the inputs of that graph while its guards hold."""
+class GraphStep(ABC):
+    """Steps by one forward graph.
 
-    def __init__(self, forward: ForwardGraph, training: Training) -> None:
-        self.forward, self.training, self.optimizer = forward, training, training.optimizer
+    Args:
+        forward: the graph.
+        training: shared with the steps by other graphs.
+        optimizer: that of the model, or of the first of several models.
+    """
+
+    def __init__(self, forward: ForwardGraph, training: Training, optimizer: FunctionalOptimizer) -> None:
+        self.forward, self.training, self.optimizer = forward, training, optimizer
         self.steps: dict[object, StagedStep] = {}
         self.signature: object = None
         self.step: StagedStep | None = None
 
-    def __call__(self, *inputs: Any) -> tuple[Any, ...]:
+    def run(self, signature: object, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        """Make a step; returns the outputs of the forward graph.
+
+        Args:
+            signature: the options of the optimizer.
+            inputs: of the forward graph.
+        """
         training = self.training
-        signature = self.optimizer.signature()
         if self.step is None or signature != self.signature:
             self.signature, self.step = signature, self.step_for(signature)
         step = training.last = self.step
@@ -81,6 +89,40 @@ class GraphStep:
         captures = self.training.cuda_graph and self.optimizer.parameters()[0].is_cuda
         return StagedStep(self, compiles=self.training.backend == "inductor", captures=captures, obstacle=obstacle)
 
+    @abstractmethod
+    def eager(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        """A step in eager mode."""
+
+    @abstractmethod
+    def obstacle(self, inputs: Sequence[Any]) -> str:
+        """Why no program can take such inputs; empty if one can."""
+
+    @abstractmethod
+    def new_program(self, inputs: Sequence[Any]) -> Program:
+        """The step as a program."""
+
+    def program(self, inputs: Sequence[Any]) -> Program:
+        try:
+            program = self.new_program(inputs)
+        except CannotTrace as error:
+            changed = sorted({name for _, name, _ in self.optimizer.hyperparameters.arguments} - {"lr"})
+            if not changed:
+                raise
+            raise CannotTrace(f"{error} (perhaps because {', '.join(changed)} changed)") from None
+        self.training.compilations += 1
+        return program
+
+
+class ModelStep(GraphStep):
+    """Steps of one model. Dynamo calls it with the inputs of the forward graph, while the guards of that hold."""
+
+    def __init__(self, forward: ForwardGraph, training: Training, model: nn.Module, optimizer: FunctionalOptimizer) -> None:
+        super().__init__(forward, training, optimizer)
+        self.model = model
+
+    def __call__(self, *inputs: Any) -> tuple[Any, ...]:
+        return self.run(self.optimizer.signature(), inputs)
+
     def eager(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """A step in eager mode, by the operators of the forward graph."""
         with torch.enable_grad():
@@ -91,58 +133,59 @@ class GraphStep:
         return tuple([output.detach() for output in outputs])
 
     def obstacle(self, inputs: Sequence[Any]) -> str:
-        if not all(isinstance(x, Tensor) for x in inputs):
-            return "it reads a value of Python that changes at every step; pass that as a tensor"
-        if any(tensor_signature(x.detach()) is None or (x.requires_grad and type(x) is not nn.Parameter) for x in inputs):
-            return UNUSUAL
-        return ""
+        return obstacle_of(inputs)
 
-    def program(self, inputs: Sequence[Any]) -> Program:
-        self.optimizer.prepare()
-        try:
-            program = GraphProgram(self.forward, self.training, inputs)
-        except CannotTrace as error:
-            changed = sorted({name for _, name, _ in self.optimizer.hyperparameters.arguments} - {"lr"})
-            if not changed:
-                raise
-            raise CannotTrace(f"{error} (perhaps because {', '.join(changed)} changed)") from None
-        self.training.compilations += 1
-        return program
+    def new_program(self, inputs: Sequence[Any]) -> Program:
+        return ModelProgram(FunctionalStep(self.forward, self.optimizer, inputs), self.model)
 
 
-class GraphProgram(Program):
-    """A step by a forward graph, for the parameters and the state that the optimizer has now.
+def obstacle_of(inputs: Sequence[Any]) -> str:
+    """Why no program can take such inputs."""
+    if not all(isinstance(x, Tensor) for x in inputs):
+        return "it reads a value of Python that changes at every step; pass that as a tensor"
+    if any(tensor_signature(x.detach()) is None or (x.requires_grad and type(x) is not nn.Parameter) for x in inputs):
+        return UNUSUAL
+    return ""
 
-    Its arguments are the inputs of the forward graph, the optimizer's state and counters, and those of its numbers that change.
+
+class FunctionalStep:
+    """A step by a forward graph as a function of tensors, for the parameters and the state that the optimizer has now.
+
+    Args:
+        forward: the graph.
+        optimizer: trains.
+        inputs: of the graph: parameters, buffers, the batch and what else it reads.
+
+    Attributes:
+        arguments: what it takes now: the inputs, the optimizer's state and counters, and those of its numbers that change.
+        count: how many of these are inputs.
+        roles: which of the optimizer's parameters each input is; None if it is not trained.
     """
 
-    def __init__(self, forward: ForwardGraph, training: Training, inputs: Sequence[Tensor]) -> None:
-        self.forward, self.model, self.optimizer, self.count = forward, training.model, training.optimizer, len(inputs)
-        self.known = self.optimizer.parameters()
+    def __init__(self, forward: ForwardGraph, optimizer: FunctionalOptimizer, inputs: Sequence[Tensor]) -> None:
+        optimizer.prepare()
+        self.forward, self.optimizer, self.count = forward, optimizer, len(inputs)
+        self.known = optimizer.parameters()
         self.ids = [*map(id, self.known)]
         self.index = {own: k for k, own in enumerate(self.ids)}
-        self.roles = [self.index.get(id(x)) for x in inputs]  # which parameter an input is; None if it is not trained
+        self.roles = [self.index.get(id(x)) for x in inputs]
         self.trained = [k is not None for k in self.roles]
         self.parameters = list(compress(inputs, self.trained))
         if not self.parameters:
             raise CannotTrace("the loss depends on none of the optimizer's parameters")
         self.requires_grad = [x.requires_grad for x in inputs]
-        self.layout = self.optimizer.layout(self.parameters)
-        self.state = self.optimizer.tensors(self.layout, self.parameters)
+        self.use_layout(optimizer.layout(self.parameters), inputs)
+
+    def use_layout(self, layout: Layout, inputs: Sequence[Tensor]) -> None:
+        """Take the optimizer's tensors in this order."""
+        self.layout, self.state = layout, self.optimizer.tensors(layout, self.parameters)
         self.state_signatures, self.state_ids = signatures(self.state), self.optimizer.state_identities()
-        arguments = [*inputs, *self.state, *self.numbers()]
-        super().__init__(trace(self.step, arguments, constants=True), arguments)
-        mutated = mutated_arguments(self.graph)
-        self.mutated = sorted(mutated)
-        self.is_mutated = [i in mutated for i in range(self.count)]  # the state is checked when it is replaced
-        self.read_only = [i for i in range(self.count) if i not in mutated]
-        self.addresses: list[int] = []  # of what it changes
-        self.storages: set[int] = set()
+        self.arguments = [*inputs, *self.state, *self.numbers()]
 
     def numbers(self) -> list[Tensor]:
         return self.optimizer.hyperparameters.argument_tensors(self.parameters[0])
 
-    def step(self, *given: Tensor) -> list[Tensor]:
+    def __call__(self, *given: Tensor) -> list[Tensor]:
         """One step on stand-ins for the arguments; returns the outputs of the forward graph, and η."""
         state, numbers = given[self.count : self.count + len(self.state)], given[self.count + len(self.state) :]
         pairs = zip(given[: self.count], self.requires_grad, strict=True)
@@ -157,6 +200,7 @@ class GraphProgram(Program):
             return [*results, *[loss.new_ones(()) if eta is None else eta.detach() for eta in etas]]
 
     def fits(self, inputs: Sequence[Any]) -> bool:
+        """Whether it can take these inputs; if so, ``arguments`` are now with them."""
         optimizer, number = self.optimizer, self.index.get
         if [*map(id, optimizer.parameters())] != self.ids or [number(id(x)) for x in inputs] != self.roles:
             return False
@@ -168,21 +212,54 @@ class GraphProgram(Program):
                 return False
             if signatures(state) != self.state_signatures:
                 return False
-            self.state, self.state_ids, self.addresses = state, optimizer.state_identities(), []
+            self.state, self.state_ids = state, optimizer.state_identities()
         self.arguments = [*inputs, *self.state, *self.numbers()]
+        return True
+
+    @property
+    def repeats_itself(self) -> bool:
+        """Whether all steps are the same: Dynamo's code does nothing besides, and none leaves curvature out."""
+        return self.forward.is_pure and self.optimizer.repeats_itself
+
+    def warmed_up(self, arguments: Sequence[Tensor], steps: float) -> list[Tensor]:
+        """Arguments after so many more steps with curvature: before ``curvature_warmup`` is over, weights do not move."""
+        names = [""] * self.count + [name for _, names in self.layout.state for name in names]
+        names += [""] * (len(arguments) - len(names))
+        pairs = zip(names, arguments, strict=True)
+        return [x + steps if steps and name == "curvature_step" else x for name, x in pairs]
+
+
+def signatures(tensors: Sequence[Tensor]) -> list[object]:
+    return [tensor_signature(tensor.detach()) for tensor in tensors]
+
+
+class ModelProgram(Program):
+    """The step of one model."""
+
+    def __init__(self, step: FunctionalStep, model: nn.Module) -> None:
+        self.step, self.model = step, model
+        super().__init__(trace(step, step.arguments, constants=True), step.arguments)
+        mutated = mutated_arguments(self.graph)
+        self.mutated = sorted(mutated)
+        self.read_only = [i for i in range(step.count) if i not in mutated]
+        self.addresses: list[int] = []  # of what it changes
+        self.storages: set[int] = set()
+
+    def fits(self, inputs: Sequence[Any]) -> bool:
+        if not self.step.fits(inputs):
+            return False
+        self.arguments = self.step.arguments
         return self.mode is Mode.TRACED or not self.has_new_overlap()
 
     def has_new_overlap(self) -> bool:
         """Whether what it changes has come to share memory with another argument; quick where nothing has moved."""
         arguments = self.arguments
-        addresses = [tensor.data_ptr() for tensor in compress(arguments, self.is_mutated)]
+        addresses = [arguments[i].data_ptr() for i in self.mutated]
         if addresses != self.addresses:
             self.addresses = addresses
             self.storages = {arguments[i].untyped_storage().data_ptr() for i in self.mutated}
-        else:
-            batch = [arguments[i] for i in self.read_only]
-            if not any(tensor.untyped_storage().data_ptr() in self.storages for tensor in batch):
-                return False
+        elif not any(arguments[i].untyped_storage().data_ptr() in self.storages for i in self.read_only):
+            return False
         return self.shares_memory()
 
     def shares_memory(self) -> bool:
@@ -190,10 +267,7 @@ class GraphProgram(Program):
         return any(found.count(found[i]) > 1 for i in self.mutated)
 
     def example(self) -> Sequence[Tensor]:
-        state = slice(self.count, self.count + len(self.state))
-        example = list(self.arguments)
-        example[state] = self.optimizer.with_enough_curvature(self.layout, example[state])
-        return example
+        return self.step.warmed_up(self.arguments, self.step.optimizer.curvature_warmup)
 
     def copied_arguments(self, moved: set[int]) -> set[int]:
         """Parameters, and what it changes, are taken from where they are; so are buffers, unless one has moved."""
@@ -203,9 +277,27 @@ class GraphProgram(Program):
         return {i for i, x in inputs if id(x) not in stay and not isinstance(x, nn.Parameter)}
 
     def finish(self, results: Sequence[Any]) -> tuple[Any, ...]:
-        self.optimizer.record_step(results[self.forward.outputs :])
-        return tuple(results[: self.forward.outputs])
+        outputs = self.step.forward.outputs
+        self.step.optimizer.record_step(results[outputs:])
+        return tuple(results[:outputs])
 
+    def repetition(self, batch: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], Tensor] | None:
+        step, loss = self.step, self.step.forward.loss
+        inputs, rest = self.arguments[: step.count], self.arguments[step.count :]
+        place = {id(x): i for i, x in enumerate(inputs)}
+        if not step.repeats_itself or len(place) < step.count:  # a tensor of the batch may be more than that
+            return None
+        places = [place.get(id(tensor)) for tensor in batch]
+        addresses = {x.data_ptr() for x in inputs}
+        if any(i is None and tensor.data_ptr() in addresses for i, tensor in zip(places, batch, strict=True)):
+            return None  # it is read, by another tensor object
 
-def signatures(tensors: Sequence[Tensor]) -> list[object]:
-    return [tensor_signature(tensor.detach()) for tensor in tensors]
+        def repeat(given: Sequence[Tensor]) -> Tensor:
+            arguments = [*inputs, *rest]
+            for i, tensor in zip(places, given, strict=True):
+                if i is not None:
+                    arguments[i] = tensor
+            found: Tensor = self(arguments)[loss]
+            return found
+
+        return repeat

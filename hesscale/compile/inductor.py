@@ -66,15 +66,17 @@ def whole_precision() -> Iterator[None]:
 
 
 def outcome(run: Callable[..., Any], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """What a graph returns, and what it makes of its arguments, on copies of these; on the CPU, where there is more memory."""
-    copies = [twin(tensor) for tensor in tensors]
-    with torch.random.fork_rng({tensor.device for tensor in tensors if tensor.is_cuda}):
-        torch.manual_seed(0)
-        return [tensor.cpu() for tensor in (*run(*copies), *copies)]
+    """What a graph returns, and what it makes of its arguments, which are then put back. Copies are on the CPU, to spare a GPU."""
+    before = on_cpu(tensors)
+    try:
+        with torch.random.fork_rng({tensor.device for tensor in tensors if tensor.is_cuda}):
+            torch.manual_seed(0)
+            return on_cpu([*run(*tensors), *tensors])
+    finally:
+        for tensor, value in zip(tensors, before, strict=True):
+            if torch._debug_has_internal_overlap(tensor) != 1:  # which nothing can write to
+                tensor.copy_(value)
 
 
-def twin(tensor: Tensor) -> Tensor:
-    """A copy with the same strides; a tensor that overlaps itself, which nothing can write to, stands for itself."""
-    if torch._debug_has_internal_overlap(tensor) == 1:
-        return tensor
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+def on_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.to("cpu", copy=True) for tensor in tensors]

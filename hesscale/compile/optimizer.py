@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -131,6 +131,14 @@ class FunctionalOptimizer:
             self.optimizer.zero_grad()
         return getattr(self.optimizer, "eta", [])
 
+    def train_model(self, model: nn.Module, loss_fn: Callable[..., Tensor], batch: Sequence[Any]) -> Tensor:
+        """Make one step of a model in eager mode, by its own code; returns the loss."""
+        with torch.enable_grad():
+            loss = loss_fn(model, *batch)
+        own = {id(p) for p in self.parameters()}
+        self.train(loss, [p for p in model.parameters() if p.requires_grad and id(p) not in own])
+        return loss.detach()
+
     def record_step(self, etas: Sequence[Tensor], report: bool = True) -> None:
         """Count a step that a graph has made; with ``report``, raise if it was left out because of a non-finite number."""
         optimizer = self.optimizer
@@ -168,24 +176,18 @@ class FunctionalOptimizer:
         values = chain.from_iterable([entries.values() for entries in state.values()])
         return [*map(id, state), *map(id, values), *map(id, self.counters.values())]
 
-    def replace_tensors(self, layout: Layout, parameters: Sequence[Tensor], tensors: Iterator[Tensor]) -> None:
-        """Put other tensors in the places of :meth:`tensors`."""
-        for i, names in layout.state:
-            self.optimizer.state[parameters[i]].update({name: next(tensors) for name in names})
-        for name in layout.counters:
-            self.counters[name] = next(tensors)
+    def all_tensors(self) -> list[Tensor]:
+        """All tensors that the optimizer keeps."""
+        kept = [value for entries in self.optimizer.state.values() for value in entries.values()]
+        return [value for value in (*kept, *self.counters.values()) if isinstance(value, Tensor)]
 
     @property
     def counters(self) -> dict[str, Tensor]:
         return getattr(self.optimizer, "counters", {})
 
-    def with_enough_curvature(self, layout: Layout, tensors: Sequence[Tensor], warmup: float | None = None) -> list[Tensor]:
-        """The tensors of a layout as they are once ``curvature_warmup`` is over: before, weights do not move."""
-        groups = self.optimizer.param_groups
-        by = max([float(group.get("curvature_warmup", 0)) for group in groups]) if warmup is None else warmup
-        names = [name for _, names in layout.state for name in names]
-        names += [""] * (len(tensors) - len(names))
-        return [t + by if by and name == "curvature_step" else t for name, t in zip(names, tensors, strict=True)]
+    @property
+    def curvature_warmup(self) -> float:
+        return max([float(group.get("curvature_warmup", 0)) for group in self.optimizer.param_groups])
 
     @contextlib.contextmanager
     def holding(

@@ -60,6 +60,10 @@ class Program(ABC):
     def copied_arguments(self, moved: set[int]) -> set[int]:
         """The numbers of the arguments that are other tensors at every step; ``moved`` are those that have moved."""
 
+    @abstractmethod
+    def repetition(self, batch: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], Tensor] | None:
+        """The step that was just made with this batch, as a function of other batches; None if it does more than its code."""
+
     def arrange(self, code: Code) -> Code:
         """The step, made of code for the graph."""
         return code

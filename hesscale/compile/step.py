@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .dynamo import Captured, NotCaptured, TooManyGraphs
-from .graph_step import GraphProgram, GraphStep, Training
+from .dynamo import Captured, ForwardGraph, NotCaptured, Runner, TooManyGraphs
+from .graph_step import ModelStep, Training
 from .optimizer import FunctionalOptimizer
 from .program import Mode
 from .restore import restored
 from .signature import BatchSignature
-from .staged import MAX_EAGER_STEPS, StagedStep, warn
+from .staged import MAX_EAGER_STEPS, warn
 
 MAX_MISSES = 32
 BACKENDS = ("inductor", "traced", "eager")
@@ -62,10 +63,8 @@ def compile_step(
         >>> losses[-1] < losses[0], step.mode
         (True, 'traced')
     """
-    model = getattr(model, "_orig_mod", model)  # a model under torch.compile would be compiled twice
     check_backend(backend)
-    training = Training(model, FunctionalOptimizer(optimizer, options), backend, cuda_graph)
-    return CompiledStep(training, loss_fn)
+    return CompiledStep(model, loss_fn, FunctionalOptimizer(optimizer, options), Training(backend, cuda_graph))
 
 
 def check_backend(backend: str) -> None:
@@ -73,24 +72,24 @@ def check_backend(backend: str) -> None:
         raise ValueError(f"backend={backend!r} is not one of {', '.join(map(repr, BACKENDS))}")
 
 
-class CompiledStep:
-    """A training step that compiles itself; see :func:`compile_step`.
+class CapturedStep(ABC):
+    """A training step whose forward pass TorchDynamo captures, or that runs in eager mode.
 
     Attributes:
-        model, loss_fn, optimizer: as given.
         mode: how the last call ran: ``"eager"``, ``"traced"``, ``"compiled"`` or ``"compiled + CUDA graph"``.
         reason: why it ran in no better way, where that is so.
         compilations: how many programs have been traced, and compiled where that is possible.
     """
 
-    def __init__(self, training: Training, loss_fn: Callable[..., Tensor]) -> None:
+    def __init__(self, loss_fn: Callable[..., Tensor], training: Training) -> None:
         self.training, self.loss_fn = training, loss_fn
-        self.model, self.optimizer = training.model, training.optimizer.optimizer
         self.captured: Captured | None = None
         self.refused: dict[BatchSignature, str] = {}  # why batches of such signatures are not captured
         self.misses, self.max_misses = 0, MAX_MISSES  # steps in a row without a graph, and how many there may be
         self.warned: set[str] = set()  # of what may pass
-        self.repeat: Repeat | None = None
+        self.repeat: tuple[BatchSignature, Callable[[Sequence[Tensor]], Tensor]] | None = (
+            None  # the last step, with other batches
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy takes over; it captures and compiles for itself."""
@@ -120,9 +119,9 @@ class CompiledStep:
         if self.refused and (reason := self.refused.get(BatchSignature.of(batch)[1])):
             return self.eager(batch, reason)
         if self.captured is None or self.captured.is_outdated:
-            self.captured = Captured(self.loss_fn, lambda forward: GraphStep(forward, training))
+            self.captured = Captured(self.loss_fn, self.graph_step)
         try:
-            loss = self.captured(training.model, *batch)
+            loss = self.run(self.captured, batch)
             self.misses = 0
             return loss
         except NotCaptured as refusal:
@@ -146,13 +145,9 @@ class CompiledStep:
 
     def eager(self, batch: Sequence[Any], reason: str) -> Tensor:
         """A step in eager mode, by the model's own code."""
-        training = self.training
-        training.mode, training.reason = Mode.EAGER, reason
+        self.training.mode, self.training.reason = Mode.EAGER, reason
         with torch.enable_grad(), without_compiled_parts():
-            loss = self.loss_fn(training.model, *batch)
-        own = {id(p) for p in training.optimizer.parameters()}
-        training.optimizer.train(loss, [p for p in training.model.parameters() if p.requires_grad and id(p) not in own])
-        return loss.detach()
+            return self.run_eager(batch)
 
     def again(self, *batch: Any) -> Tensor:
         """A step as the last one, with another batch: that nothing else has changed since is not checked.
@@ -162,11 +157,14 @@ class CompiledStep:
         only (``curvature_every``), and batches of another shape, are noticed.
         """
         tensors, signature = BatchSignature.of(batch)
-        repeat = self.repeat
-        if repeat is not None and repeat.signature == signature and are_distinct(tensors):
-            return repeat(tensors)
+        is_plain = not signature.obstacle and len({*map(id, tensors)}) == len(tensors)
+        if self.repeat is not None and self.repeat[0] == signature and is_plain:
+            return self.repeat[1](tensors)
         loss = self(*batch)
-        self.repeat = Repeat.of(self.training.last, tensors, signature)
+        step = self.training.last
+        if is_plain and step is not None and step.is_settled and step.program is not None:
+            repeat = step.program.repetition(tensors)
+            self.repeat = None if repeat is None else (signature, repeat)
         return loss
 
     def warm_up(self, *batch: Any) -> None:
@@ -175,16 +173,55 @@ class CompiledStep:
         Parameters, buffers, the optimizer's state and torch's random numbers are put back. What else the model's code changes,
         such as its counters and lists, stays changed.
         """
-        optimizer = self.training.optimizer.optimizer
-        with restored([self.training.model], [optimizer]):
-            for phase in curvature_phases(optimizer):
+        models, optimizers = self.trained()
+        with restored(models, optimizers):
+            for phase in curvature_phases(optimizers[0]):
                 for _ in range(MAX_WARM_UP):
-                    for group in optimizer.param_groups:
+                    for group in [group for optimizer in optimizers for group in optimizer.param_groups]:
                         group["step_count"] = phase
                     self(*batch)
                     if self.training.last is None or self.training.last.is_settled:
                         break
         self.repeat = None
+
+    @abstractmethod
+    def graph_step(self, forward: ForwardGraph) -> Runner:
+        """What runs in place of a forward graph."""
+
+    @abstractmethod
+    def run(self, captured: Captured, batch: Sequence[Any]) -> Tensor:
+        """A step by what was captured."""
+
+    @abstractmethod
+    def run_eager(self, batch: Sequence[Any]) -> Tensor:
+        """A step in eager mode, by the model's own code."""
+
+    @abstractmethod
+    def trained(self) -> tuple[Sequence[nn.Module], Sequence[torch.optim.Optimizer]]:
+        """What it trains, and by what."""
+
+
+class CompiledStep(CapturedStep):
+    """A training step that compiles itself; see :func:`compile_step`."""
+
+    def __init__(
+        self, model: nn.Module, loss_fn: Callable[..., Tensor], optimizer: FunctionalOptimizer, training: Training
+    ) -> None:
+        super().__init__(loss_fn, training)
+        self.model = uncompiled(model)
+        self.functional_optimizer, self.optimizer = optimizer, optimizer.optimizer
+
+    def graph_step(self, forward: ForwardGraph) -> Runner:
+        return ModelStep(forward, self.training, self.model, self.functional_optimizer)
+
+    def run(self, captured: Captured, batch: Sequence[Any]) -> Tensor:
+        return captured(self.model, *batch)
+
+    def run_eager(self, batch: Sequence[Any]) -> Tensor:
+        return self.functional_optimizer.train_model(self.model, self.loss_fn, batch)
+
+    def trained(self) -> tuple[Sequence[nn.Module], Sequence[torch.optim.Optimizer]]:
+        return [self.model], [self.optimizer]
 
 
 def curvature_phases(optimizer: torch.optim.Optimizer) -> range:
@@ -192,47 +229,10 @@ def curvature_phases(optimizer: torch.optim.Optimizer) -> range:
     return range(min(2, getattr(optimizer, "curvature_every", 1)))
 
 
-class Repeat(NamedTuple):
-    """The last step, to be made again with another batch."""
-
-    program: GraphProgram
-    arguments: list[Any]  # with gaps for the tensors of the batch
-    gaps: list[int | None]  # where each of these belongs, None for one that the loss does not read
-    signature: BatchSignature
-
-    @staticmethod
-    def of(step: StagedStep | None, tensors: Sequence[Tensor], signature: BatchSignature) -> Repeat | None:
-        """None where a step does more than its program, or has not come to its final mode."""
-        program = None if step is None or not step.is_settled else step.program
-        if (
-            not isinstance(program, GraphProgram)
-            or not program.forward.is_pure
-            or not program.optimizer.repeats_itself
-            or signature.obstacle
-        ):
-            return None
-        place = {id(x): i for i, x in enumerate(program.arguments[: program.count])}
-        if len(place) < program.count or not are_distinct(tensors):  # a tensor of the batch may be more than that
-            return None
-        gaps = [place.get(id(tensor)) for tensor in tensors]
-        addresses = {x.data_ptr() for x in program.arguments[: program.count]}
-        unread = [tensor for tensor, gap in zip(tensors, gaps, strict=True) if gap is None]
-        if any(tensor.data_ptr() in addresses for tensor in unread):  # it is read, by another tensor object
-            return None
-        arguments = [None if i in gaps else x for i, x in enumerate(program.arguments)]
-        return Repeat(program, arguments, gaps, signature)
-
-    def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
-        arguments = list(self.arguments)
-        for gap, tensor in zip(self.gaps, tensors, strict=True):
-            if gap is not None:
-                arguments[gap] = tensor
-        loss: Tensor = self.program(arguments)[0]
-        return loss
-
-
-def are_distinct(tensors: Sequence[Tensor]) -> bool:
-    return len({*map(id, tensors)}) == len(tensors)
+def uncompiled(model: nn.Module) -> nn.Module:
+    """A model without ``torch.compile``, which would compile it twice."""
+    found: nn.Module = getattr(model, "_orig_mod", model)
+    return found
 
 
 def without_compiled_parts() -> contextlib.AbstractContextManager[Any]:

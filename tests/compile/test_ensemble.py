@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler
 
 import hesscale
 from hesscale.compile.ensemble import HOW
-from hesscale.compile.members import side_by_side
+from hesscale.compile.ensemble_program import side_by_side
 from hesscale.errors import CompileWarning
 from hesscale.func import ensemble as any_ensemble
 
@@ -438,7 +438,7 @@ def test_what_cannot_be_traced_trains_members_in_turn():
         return 2 * loss if loss > 1 else loss
 
     runs = Runs(loss_fn=branching)
-    with pytest.warns(CompileWarning, match="looks at the values"):
+    with pytest.warns(CompileWarning, match="Data-dependent branching"):
         runs.train(data(4))
     runs.check("eager")
 
@@ -565,7 +565,7 @@ def test_parametrized_members():
 def test_attributes_that_are_not_alike():
     models, optimizers = pair()
     models[1][1].momentum = 0.5
-    with pytest.raises(ValueError, match=r"member 1 differs from member 0 in 1\.momentum"):
+    with pytest.raises(ValueError, match=r"member 1 differs from member 0.*\['1'\]\.momentum"):
         ensemble(models, loss_fn, optimizers, backend="traced")(*data(1, 2)[0])
 
 
@@ -575,7 +575,7 @@ def test_members_in_different_modes():
     for batch in data(3, 2):
         step(*batch)
     models[1].eval()
-    with pytest.raises(ValueError, match="member 1 differs from member 0 in training"):
+    with pytest.raises(ValueError, match=r"member 1 differs from member 0.*training"):
         step(*data(1, 2)[0])
 
 
@@ -585,12 +585,12 @@ def swap_groups(optimizer):
 
 
 DIFFERENCES = {
-    "attribute": (lambda m, _: setattr(m[1], "momentum", 0.5), r"1\.momentum of member 2 has changed"),
-    "module": (lambda m, _: m.__setitem__(2, nn.Sigmoid()), "2 of member 2 has changed"),
-    "hook": (lambda m, _: m[2].register_forward_hook(lambda *_: None), r"2\.forward_hooks of member 2 has changed"),
-    "option": (lambda _, o: setattr(o, "curvature_dtype", torch.float32), "in options of its optimizer"),
-    "frozen": (lambda m, _: m[0].weight.requires_grad_(False), "in requires_grad"),
-    "groups": (lambda _, o: swap_groups(o), "the optimizer's parameters of member 2 has changed"),
+    "attribute": (lambda m, _: setattr(m[1], "momentum", 0.5), r"differs.*\['1'\]\.momentum"),
+    "module": (lambda m, _: m.__setitem__(2, nn.Sigmoid()), r"differs.*type.*\['2'\]"),
+    "hook": (lambda m, _: m[2].register_forward_hook(lambda *_: None), r"differs.*\['2'\]\._forward_hooks"),
+    "option": (lambda _, o: setattr(o, "curvature_dtype", torch.float32), "options that differ.*curvature_dtype"),
+    "frozen": (lambda m, _: m[0].weight.requires_grad_(False), r"differs.*\['weight'\]' requires_grad"),
+    "groups": (lambda _, o: swap_groups(o), "optimizer 2 .* has other groups of parameters"),
     "steps": (lambda _, o: o.param_groups[0].update(step_count=7), "member 2 has made 7 steps and member 0 4"),
 }
 
@@ -605,7 +605,7 @@ def test_members_that_become_different(name):
     runs = Runs(make).train(data(4)).check()
     change(runs.models[2], runs.optimizers[2])
     for _ in range(2):
-        with pytest.raises((ValueError, RuntimeError), match=saying):
+        with pytest.raises(ValueError, match=saying):
             runs.step(*data(1)[0])
 
 

@@ -379,24 +379,45 @@ class Configured(nn.Module):
         return self.layer(x) * self.config.scale * self.listed[0]["scale"]
 
 
-@pytest.mark.parametrize("how", ["vmap", "abreast"])
-@pytest.mark.parametrize("where", ["config.scale", "listed.0.scale"])
-def test_what_attributes_of_members_hold_is_fixed(how, where):
-    models = [Configured(), Configured()]
-    optimizers = [ada(model.parameters()) for model in models]
-    step = hesscale.func.ensemble(models, loss_fn, optimizers, how=how, batch_dims=None, backend="traced")
-    for i in range(3):
-        step(*batch(i))
+factor = 1.0
+
+
+def scaled_loss(model, x, y):
+    return factor * loss_fn(model, x, y)
+
+
+def change_factor(models, monkeypatch):
+    monkeypatch.setitem(globals(), "factor", 3.0)
+
+
+def change_config(models, monkeypatch):
     for model in models:
-        if where == "config.scale":
-            model.config.scale = 3.0
-        else:
-            model.listed[0]["scale"] = 3.0
-    with pytest.raises(RuntimeError, match=f"{where} of member 0 has changed"):
-        step(*batch(3))
+        model.config.scale = 3.0
+
+
+def change_list(models, monkeypatch):
+    for model in models:
+        model.listed[0]["scale"] = 3.0
+
+
+@pytest.mark.parametrize("how", ["vmap", "abreast"])
+@pytest.mark.parametrize("change", [change_factor, change_config, change_list])
+def test_an_ensemble_follows_what_changes_in_all_members(how, change, monkeypatch):
+    models = [Configured(), Configured()]
+    twins = copy.deepcopy(models)
+    optimizers = [ada(model.parameters()) for model in models]
+    step = hesscale.func.ensemble(models, scaled_loss, optimizers, how=how, batch_dims=None, backend="traced")
+    alone = [hesscale.compile_step(twin, scaled_loss, ada(twin.parameters()), backend="eager") for twin in twins]
+    for i in range(6):
+        if i == 3:
+            change([*models, *twins], monkeypatch)
+        losses = step(*batch(i))
+        torch.testing.assert_close(losses, torch.stack([one(*batch(i)) for one in alone]))
+    assert step.mode == "traced"
 
 
 def test_members_that_differ_in_what_an_attribute_holds():
     models = [Configured(), Configured(3.0)]
-    with pytest.raises(ValueError, match=r"member 1 differs from member 0 in config\.scale"):
-        hesscale.func.ensemble(models, loss_fn, [ada(model.parameters()) for model in models])
+    step = hesscale.func.ensemble(models, loss_fn, [ada(m.parameters()) for m in models], batch_dims=None, backend="traced")
+    with pytest.raises(ValueError, match=r"member 1 differs from member 0.*config\.scale"):
+        step(*batch(0))
