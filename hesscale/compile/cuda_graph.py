@@ -31,8 +31,10 @@ class CudaGraph:
 
     def moved(self, arguments: Sequence[Tensor]) -> set[int]:
         """The numbers of those arguments that should have stayed, but are elsewhere in memory."""
-        pairs = zip(self.fixed, self.addresses, strict=True)
-        return {i for i, address in pairs if arguments[i].data_ptr() != address}
+        addresses = [*map(Tensor.data_ptr, map(arguments.__getitem__, self.fixed))]
+        if addresses == self.addresses:
+            return set()
+        return {i for i, now, then in zip(self.fixed, addresses, self.addresses, strict=True) if now != then}
 
     def replay(self, arguments: Sequence[Tensor]) -> list[Any]:
         for i, held in self.copied.items():

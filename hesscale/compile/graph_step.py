@@ -202,7 +202,7 @@ class FunctionalStep:
     def fits(self, inputs: Sequence[Any]) -> bool:
         """Whether it can take these inputs; if so, ``arguments`` are now with them."""
         optimizer, number = self.optimizer, self.index.get
-        if [*map(id, optimizer.parameters())] != self.ids or [number(id(x)) for x in inputs] != self.roles:
+        if [*map(id, optimizer.parameters())] != self.ids or [*map(number, map(id, inputs))] != self.roles:
             return False
         if optimizer.state_identities() != self.state_ids:
             optimizer.prepare()
@@ -254,7 +254,7 @@ class ModelProgram(Program):
     def has_new_overlap(self) -> bool:
         """Whether what it changes has come to share memory with another argument; quick where nothing has moved."""
         arguments = self.arguments
-        addresses = [arguments[i].data_ptr() for i in self.mutated]
+        addresses = [*map(Tensor.data_ptr, map(arguments.__getitem__, self.mutated))]
         if addresses != self.addresses:
             self.addresses = addresses
             self.storages = {arguments[i].untyped_storage().data_ptr() for i in self.mutated}

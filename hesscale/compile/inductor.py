@@ -66,7 +66,7 @@ def whole_precision() -> Iterator[None]:
 
 
 def outcome(run: Callable[..., Any], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """What a graph returns, and what it makes of its arguments, which are then put back. Copies are on the CPU, to spare a GPU."""
+    """What a graph returns, and what it makes of its arguments, which are put back. Copies are on the CPU, to spare a GPU."""
     before = on_cpu(tensors)
     try:
         with torch.random.fork_rng({tensor.device for tensor in tensors if tensor.is_cuda}):

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .methods import BASELINE, EAGER, GRAPH, MODES, Method, NotMeasured, Step
+from .methods import AGAIN, BASELINE, EAGER, GRAPH, MODES, Method, NotMeasured, Step
 from .workloads import Workload
 
 MEASURED = "measured"  # the part of a profile that counts
@@ -63,7 +63,7 @@ def prepare(workload: Workload, method: Method, mode: str, batch: tuple[Tensor, 
             step.run()
             ways.add(step.ran_as)
 
-    step, peak = with_peak(warmed, period, device, from_the_start=mode == GRAPH)
+    step, peak = with_peak(warmed, period, device, from_the_start=mode in (GRAPH, AGAIN))
     spent = min(timed(step.run, method.period, device) for _ in range(3))
     calls = method.period * max(1, math.ceil(block / max(spent, 1e-9)))
     own = None if peak is None else peak + sum(t.nbytes for t in batch)

@@ -20,8 +20,8 @@ from ..lab.choices import Choices
 from ..optimizers import OPTIMIZERS
 from . import exact
 
-EAGER, COMPILED, GRAPH = "eager", "compiled", "graph"
-MODES = {EAGER: "eager", COMPILED: "compiled", GRAPH: "compiled + CUDA graph"}
+EAGER, COMPILED, GRAPH, AGAIN = "eager", "compiled", "graph", "again"
+MODES = {EAGER: "eager", COMPILED: "compiled", GRAPH: "compiled + CUDA graph", AGAIN: "compiled, by again"}
 BASELINE = "adam"
 STEP_SIZE = 1e-8  # so small that thousands of steps on one batch neither diverge nor change in cost
 TRUST_RADIUS = 1e-8
@@ -98,7 +98,7 @@ class Step:
         self.backward: Callable[[Any], None] = self.own
         if mode != EAGER:
             self.compiled = compiled_step(model, criterion, self.optimizer, mode)
-            self.run = functools.partial(self.compiled, *batch)
+            self.run = functools.partial(self.compiled.again if mode == AGAIN else self.compiled, *batch)
         elif method.source.startswith("exact"):
             if not exact.can_be_exact(model):
                 raise NotMeasured("left out: the dense recursion is written for networks of Linear and Tanh alone")
@@ -110,7 +110,9 @@ class Step:
     @property
     def ran_as(self) -> str:
         """How the last call ran: a compiled step may fall back."""
-        return MODES[EAGER] if self.mode == EAGER else str(self.compiled.mode)
+        if self.mode == EAGER or (self.mode == AGAIN and self.compiled.repeat is not None):
+            return MODES[self.mode]
+        return str(self.compiled.mode)
 
     def rest(self) -> None:
         """Hold no gradients while other methods run."""
@@ -162,7 +164,7 @@ def compiled_step(model: nn.Module, criterion: nn.Module, optimizer: torch.optim
     make = getattr(hesscale, "compile_step", None)
     if make is None:
         raise NotMeasured("this version of hesscale has no compile_step")
-    return make(model, loss_by(criterion), optimizer, backend="inductor", cuda_graph=mode == GRAPH)
+    return make(model, loss_by(criterion), optimizer, backend="inductor", cuda_graph=mode in (GRAPH, AGAIN))
 
 
 def loss_by(criterion: nn.Module) -> Callable[[nn.Module, Tensor, Tensor], Tensor]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..lab.choices import choose, named
 from ..lab.experiment import option
-from .methods import BASELINE, EAGER, GRAPH, METHODS, MODES, Method
+from .methods import AGAIN, BASELINE, EAGER, GRAPH, METHODS, MODES, Method
 from .workloads import CPU, CUDA, SWEEPS, WORKLOADS, Workload, sweep
 
 Work = list[tuple[Workload, list[tuple[Method, str]]]]
@@ -105,4 +105,4 @@ def methods_of(settings: Settings) -> list[Method]:
 def default_modes(settings: Settings) -> list[str]:
     if settings.sweep:
         return [EAGER]
-    return [mode for mode in MODES if mode != GRAPH or settings.device == CUDA]
+    return [mode for mode in MODES if mode != AGAIN and (mode != GRAPH or settings.device == CUDA)]
