@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from . import (
     activations,
+    attention,
     bilinear,
     brute_force,
     convolution,
@@ -28,6 +29,7 @@ __all__ = [
     "RULES",
     "Rule",
     "activations",
+    "attention",
     "bilinear",
     "brute_force",
     "convolution",
