@@ -62,7 +62,7 @@ def connect(directory: Path) -> sqlite3.Connection:
 
 @contextmanager
 def reading(path: Path, remedy: str = "remove the directory to begin this run again") -> Iterator[None]:
-    """Turn errors into DamagedRun with the file's name, and with the remedy unless the file is only locked or unreadable for now."""
+    """Turn errors into DamagedRun with the file's name and a remedy. If the file is only locked, the remedy is left out."""
     try:
         yield
     except (sqlite3.DatabaseError, ValueError, TypeError, KeyError) as error:
