@@ -1,4 +1,4 @@
-"""The step of an ensemble as a program: one graph that is mapped over its members, or the graph of one, run for each."""
+"""The step of an ensemble as a program: one graph mapped over all members, or the graph of one member, run for each."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from .workarounds.vmap import functional
 
 
 class Inputs(NamedTuple):
-    """What a step of an ensemble takes.
+    """The inputs of a step of an ensemble.
 
     Attributes:
         batch: the tensors of the batch.
-        signature: of the batch.
-        first_part: the first member's part of the batch, which stands for the batch among the inputs of all members.
-        inputs: of the forward graph, for each member.
+        signature: the signature of the batch.
+        first_part: the first member's part of the batch. The inputs of every member hold it in place of that member's own part.
+        inputs: the inputs of the forward graph, for each member.
     """
 
     batch: Sequence[Tensor]
@@ -41,9 +41,9 @@ class EnsembleProgram(Program):
     """The step of an ensemble.
 
     Args:
-        members: all of them.
-        steps: that of each.
-        inputs: what they take.
+        members: the models and optimizers.
+        steps: one per member.
+        inputs: the inputs of the steps.
     """
 
     def __init__(self, members: Members, steps: Sequence[FunctionalStep], inputs: Inputs) -> None:
@@ -64,18 +64,18 @@ class EnsembleProgram(Program):
 
     @abstractmethod
     def whole_graph(self, single: torch.fx.GraphModule, arguments: Sequence[Tensor]) -> torch.fx.GraphModule:
-        """What is compiled, made of the graph of the first member's step."""
+        """The graph to compile, made from that of the first member's step."""
 
     @abstractmethod
     def put_tensors(self) -> None:
-        """Bring the members' own tensors to where the program takes them from; they stay the same objects."""
+        """Move the members' own tensors to the memory where the program reads them; they stay the same objects."""
 
     @abstractmethod
     def arguments_for(self, batch: Sequence[Tensor]) -> list[Tensor]:
-        """What the step takes, with this batch."""
+        """The arguments of a step with this batch."""
 
     def places_of_batch(self, inputs: Inputs) -> dict[int, int]:
-        """Which arguments of a member's step are tensors of the batch, and which ones."""
+        """The index of each argument of a member's step that is a tensor of the batch, and the index of that tensor."""
         number = {id(tensor): j for j, tensor in enumerate(inputs.first_part)}
         return {i: number[id(x)] for i, x in enumerate(inputs.inputs[0]) if id(x) in number}
 
@@ -83,7 +83,7 @@ class EnsembleProgram(Program):
         return [step.arguments[i] for i in self.own]
 
     def place_tensors(self) -> None:
-        """Put tensors that have moved in their places again."""
+        """If any of the members' own tensors have moved, put them back where the program reads them."""
         if [*map(Tensor.data_ptr, chain.from_iterable(map(self.own_tensors, self.steps)))] != self.addresses:
             self.members.check_apart([self.own_tensors(step) for step in self.steps])
             self.put_tensors()
@@ -118,7 +118,7 @@ class EnsembleProgram(Program):
 
 
 class StackedProgram(EnsembleProgram):
-    """Tensors of the members are rows of one tensor, and one graph is mapped over them by vmap."""
+    """The members' tensors are rows of one tensor, and vmap maps one graph over the rows."""
 
     def put_tensors(self) -> None:
         if self.shares_memory():
@@ -129,7 +129,7 @@ class StackedProgram(EnsembleProgram):
             tensors = [step.arguments[i] for step in self.steps]
             rows = stack.unbind()
             if any(tensor.data_ptr() != row.data_ptr() for tensor, row in zip(tensors, rows, strict=True)):
-                stack.copy_(torch.stack([tensor.detach() for tensor in tensors]))  # a tensor may lie in the row of another
+                stack.copy_(torch.stack([tensor.detach() for tensor in tensors]))  # a tensor may be in another one's row
                 for tensor, row in zip(tensors, rows, strict=True):
                     tensor.data = row
 
@@ -157,19 +157,19 @@ class StackedProgram(EnsembleProgram):
 
 
 def new_stack(like: Tensor, count: int) -> Tensor:
-    """A tensor with rows of the same shape and strides."""
+    """An empty tensor whose rows have the shape and strides of this one."""
     strides = torch.empty_like(like, device="meta").stride()
     return torch.empty_strided((count, *like.shape), (max(1, like.numel()), *strides), dtype=like.dtype, device=like.device)
 
 
 class SeparateProgram(EnsembleProgram):
-    """Members have tensors of their own, and the graph of one member is run for each; on a GPU side by side.
+    """Members have tensors of their own, and the graph of one member is run for each, on a GPU in parallel.
 
-    Its arguments are the members' own tensors, those that all of them share, and the batch.
+    The arguments are the members' own tensors, those that all of them share, and the batch.
     """
 
     def put_tensors(self) -> None:
-        """Give all the types and strides of the first member's, which the code is for."""
+        """Give the members' tensors the dtypes and strides of the first member's, for which the code is compiled."""
         for step in self.steps[1:]:
             for tensor, like in zip(self.own_tensors(step), self.own_tensors(self.first), strict=True):
                 if tensor_signature(tensor.detach()) != tensor_signature(like.detach()):
@@ -183,7 +183,7 @@ class SeparateProgram(EnsembleProgram):
         return single
 
     def part(self, arguments: Sequence[Tensor], k: int) -> list[Tensor]:
-        """What the step of member k takes."""
+        """The arguments of member k's step."""
         count, end = len(self.own), len(self.own) * len(self.steps)
         shared, batch = arguments[end : end + len(self.shared)], arguments[end + len(self.shared) :]
         own = arguments[k * count : (k + 1) * count]
@@ -210,7 +210,7 @@ class SeparateProgram(EnsembleProgram):
 
 
 def side_by_side(code: Code, parts: Sequence[Sequence[Tensor]], streams: Sequence[torch.cuda.Stream]) -> list[Sequence[Tensor]]:
-    """Run the first here and each of the others on a stream of its own, which begins where this one is, and is waited for."""
+    """Run the first on the current stream and each of the others on its own, which waits for the current one; then join all."""
     here = torch.cuda.current_stream()
     found = []
     for part, stream in zip(parts, [here, *streams], strict=True):
