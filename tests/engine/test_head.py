@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 
 import pytest
@@ -327,3 +328,36 @@ def test_an_empty_batch_with_a_head_that_rules_get_wrong():
     q = F.softmax(torch.zeros(0, 5) @ weight, 1)
     hesscale.backward((q * q.log()).sum() + weight.square().sum())
     torch.testing.assert_close(weight.hess_diag, torch.full((5, 3), 2.0))
+
+
+def policy_loss(logits, actions, advantages):
+    """PPO's at its first minibatch: the ratio is 1, and nothing is clipped."""
+    log_prob = torch.distributions.Categorical(logits=logits).log_prob(actions)
+    ratio = (log_prob - log_prob.detach()).exp()
+    return -torch.min(advantages * ratio, advantages * ratio.clamp(0.8, 1.2)).mean()
+
+
+def count_products(loss) -> int:
+    """How many Hessian-vector products the diagonal at the outputs takes."""
+    return max([int(number) for note in notes(loss) for number in re.findall(r"(\d+) products?\)", note)])
+
+
+def test_second_derivatives_that_cancel_do_not_couple_samples():
+    """With probabilities near ½ the curvature of a policy loss is next to rounding, which says nothing about samples."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(64, 5), torch.randn(5, 2, requires_grad=True)
+    actions, advantages = torch.randint(0, 2, (64,)), torch.randn(64)
+    for scale in (1e-3, 1e-5, 1.0):
+        assert count_products(policy_loss(scale * (x @ weight), actions, advantages)) <= 2
+
+
+def test_a_cheaper_structure_is_tried_again():
+    """After one loss in which samples interact."""
+    x, weight = torch.randn(8, 5, dtype=torch.float64), torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+
+    def loss_of(coupling: float) -> torch.Tensor:
+        z = x @ weight
+        return entropy_at(z) * (1 + coupling * z.sum())
+
+    found = [count_products(loss_of(1.0 if step == 3 else 0.0)) for step in range(120)]
+    assert (found[2], found[3], found[4], found[-1]) == (3, 24, 24, 3)
