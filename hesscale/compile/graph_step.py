@@ -174,6 +174,7 @@ class FunctionalStep:
         if not self.parameters:
             raise CannotTrace("the loss depends on none of the optimizer's parameters")
         self.requires_grad = [x.requires_grad for x in inputs]
+        self.are_frozen = [isinstance(x, nn.Parameter) and not x.requires_grad for x in inputs]
         self.use_layout(optimizer.layout(self.parameters), inputs)
 
     def use_layout(self, layout: Layout, inputs: Sequence[Tensor]) -> None:
@@ -190,6 +191,8 @@ class FunctionalStep:
         state, numbers = given[self.count : self.count + len(self.state)], given[self.count + len(self.state) :]
         pairs = zip(given[: self.count], self.requires_grad, strict=True)
         inputs = [x.detach().requires_grad_() if requires_grad else x for x, requires_grad in pairs]
+        for x in compress(inputs, self.are_frozen):
+            x._is_param = True  # so that it is an nn.Parameter too, where the head ends
         stand_ins = dict(zip(self.parameters, compress(inputs, self.trained), strict=True))
         with self.optimizer.holding(stand_ins, self.layout, iter(state), numbers):
             with torch.enable_grad():

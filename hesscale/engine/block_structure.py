@@ -98,11 +98,16 @@ class BlockStructure:
             self.block = next_block
             warn("entries of a loss's output have come to share second derivatives; its last diagonals there were off")
 
-    def retry_now_and_then(self) -> None:
-        """Forget a block at some passes, so that a cheaper one that has failed once is tried again."""
+    def is_left_to_rules(self) -> bool:
+        """Whether to leave the tensor to the rules at this pass too, since an exact diagonal was out of reach.
+
+        At some passes everything is tried again, cheaper blocks that have failed once among them.
+        """
         self.passes += 1
-        if self.passes % RETRY_INTERVAL == 0 and self.block not in (None, ()):
-            self.block = None
+        if self.passes % RETRY_INTERVAL == 0:
+            self.block = self.block if self.block == () else None
+            return False
+        return self.block is None and self.is_out_of_reach
 
     def probes_like(self, like: Tensor, count: int) -> Probes:
         """Two vectors of shape (block, samples) with irregular entries in ±[½, 3⁄2], the same at every call.

@@ -71,7 +71,8 @@ def hessian_diagonal(gradient: Tensor | None, edge: Edge, stops: set[Node], stru
         return None
     if not is_traced:
         structure.read_check()
-        structure.retry_now_and_then()
+        if structure.is_left_to_rules():
+            return None
     if structure.block is None and is_once_differentiable(gradient):
         structure.is_out_of_reach = True
         warn(CANNOT)

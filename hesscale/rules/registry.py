@@ -45,6 +45,8 @@ class Rule:
         fan_out: one entry of an input reaches several entries of y (expand, softmax).
         broadcast: inputs are expanded to y's shape, so that a smaller one fans out.
         contraction: a matrix product or its like, where the head ends.
+        factors: of a product, the names under which a node saves its two factors, which are its last two inputs. If one of them
+            is a constant, the product belongs to the head.
         many: the node has several differentiable outputs; g and s are then tuples.
         same: the rule for a node that meets one tensor at several of its inputs; it returns that tensor's one share per
             duplicated edge at its first position and None at the others. None: such a node is refused, unless its inputs do
@@ -65,6 +67,7 @@ class Rule:
     fan_out: bool = True
     broadcast: bool = False
     contraction: bool = False
+    factors: tuple[str, str] | None = None
     many: bool = False
     same: RuleFunction | None = None
     transposed: RuleFunction | None = None
