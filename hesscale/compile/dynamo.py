@@ -217,16 +217,13 @@ def check_process() -> None:
 
 
 def aliases_of(batch: Sequence[Any]) -> Sequence[Any]:
-    """A batch in other tensor objects on the same memory.
+    """A batch in other tensor objects on the same memory; tensors that are one object stay one.
 
     Where a batch is a tensor that the code also reads as a global variable, Dynamo takes both for one without a guard.
     """
     leaves, spec = pytree.tree_flatten(batch)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    if len({*map(id, tensors)}) < len(tensors):
-        return batch
-    others = [leaf.detach() if type(leaf) is Tensor and not leaf.requires_grad else leaf for leaf in leaves]
-    found: Sequence[Any] = pytree.tree_unflatten(others, spec)
+    others = {id(leaf): leaf.detach() for leaf in leaves if type(leaf) is Tensor and not leaf.requires_grad}
+    found: Sequence[Any] = pytree.tree_unflatten([others.get(id(leaf), leaf) for leaf in leaves], spec)
     return found
 
 

@@ -129,13 +129,23 @@ class Members:
 
     # -------------------------------------------------------------------------------------------------------------- steps
 
-    def eager(self, loss_fn: Callable[..., Tensor], tensors: Sequence[Tensor], signature: BatchSignature) -> Tensor:
-        """A step of each member in turn; returns their losses. One that meets a non-finite number stands still."""
+    def eager(
+        self,
+        loss_fn: Callable[..., Tensor],
+        tensors: Sequence[Tensor],
+        signature: BatchSignature,
+        look: Callable[[int], None] = lambda k: None,
+    ) -> Tensor:
+        """A step of each member in turn; returns their losses. One that meets a non-finite number stands still.
+
+        ``look`` is called with the number of each member before its step.
+        """
         self.check_alike()
         pairs = list(zip(self.models, self.optimizers, strict=True))
         self.check_apart([[*tensors_of(model), *optimizer.all_tensors()] for model, optimizer in pairs])
         losses = []
         for k, (model, optimizer) in enumerate(pairs):
+            look(k)
             ours = optimizer.optimizer
             with ours.without_nonfinite_errors() if isinstance(ours, CurvatureOptimizer) else nullcontext():
                 losses.append(optimizer.train_model(model, loss_fn, signature.batch(self.part(tensors, k))))
