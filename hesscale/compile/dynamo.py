@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._device import DeviceContext
 
 from .. import losses
-from .make_fx import first_line
+from .make_fx import TRACING, first_line
 
 MAX_GRAPHS = 8  # forward graphs of one step; as many as Dynamo captures of one function by default
 LossFunction = Callable[..., Tensor]
@@ -198,7 +198,7 @@ class Captured:
         if self.compiled is self.closure:
             raise NotCaptured("TorchDynamo is turned off")
         try:
-            with capture_config():
+            with TRACING, capture_config():
                 self.inputs(self.compiled, model, batch)
         except Exception as error:
             if isinstance(refusal := getattr(error, "inner_exception", None), NotCaptured):

@@ -217,7 +217,8 @@ class FunctionalStep:
             with torch.enable_grad():
                 outputs = self.forward.run(*inputs)
             loss = outputs[self.forward.loss]
-            if {*map(storage_of, inputs)} & {storage_of(output) for output in outputs if output is not loss}:
+            known = {id(loss), *map(id, inputs)}  # an input itself, changed in place, takes the place of what it was
+            if {*map(storage_of, inputs)} & {storage_of(output) for output in outputs if id(output) not in known}:
                 raise CannotTrace("the model keeps a view of one of its tensors or of the batch, which is to follow that")
             results = [output.detach() if output is loss else output.detach().clone() for output in outputs]
             etas = self.optimizer.train(loss)

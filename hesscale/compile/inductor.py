@@ -79,7 +79,7 @@ def outcome(run: Callable[..., Any], tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def has_same_bytes(tensor: Tensor, value: Tensor) -> bool:
-    now, before = (x.cpu().reshape(-1).view(torch.uint8) for x in (tensor, value))
+    now, before = (x.cpu().contiguous().reshape(-1).view(torch.uint8) for x in (tensor, value))
     return torch.equal(now, before)
 
 

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from ..errors import NeedsEagerPass
 from .workarounds.strides import without_strides
 
-TRACING = threading.RLock()  # what must hold while a graph is recorded holds for all threads
+TRACING = threading.RLock()  # what must hold while a graph is captured or recorded holds for all threads
 
 
 class CannotTrace(RuntimeError):
