@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._device import DeviceContext
 
 from .. import losses
-from .make_fx import first_line
+from .make_fx import TRACING, first_line
 
 MAX_GRAPHS = 8  # forward graphs of one step; as many as Dynamo captures of one function by default
 LossFunction = Callable[..., Tensor]
@@ -199,7 +199,7 @@ class Captured:
         if self.compiled is self.closure:
             raise NotCaptured("TorchDynamo is turned off")
         try:
-            with capture_config():
+            with TRACING, capture_config():
                 self.inputs(self.compiled, model, batch)
         except Exception as error:
             if isinstance(refusal := getattr(error, "inner_exception", None), NotCaptured):
@@ -218,16 +218,13 @@ def check_process() -> None:
 
 
 def aliases_of(batch: Sequence[Any]) -> Sequence[Any]:
-    """The batch as new tensor objects on the same memory.
+    """The batch as new tensor objects on the same memory; a tensor that occurs twice stays one tensor.
 
     If a tensor of the batch is also a global variable that the code reads, Dynamo makes them one input, without a guard.
     """
     leaves, spec = pytree.tree_flatten(batch)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    if len({*map(id, tensors)}) < len(tensors):
-        return batch
-    others = [leaf.detach() if type(leaf) is Tensor and not leaf.requires_grad else leaf for leaf in leaves]
-    found: Sequence[Any] = pytree.tree_unflatten(others, spec)
+    others = {id(leaf): leaf.detach() for leaf in leaves if type(leaf) is Tensor and not leaf.requires_grad}
+    found: Sequence[Any] = pytree.tree_unflatten([others.get(id(leaf), leaf) for leaf in leaves], spec)
     return found
 
 

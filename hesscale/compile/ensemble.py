@@ -111,11 +111,18 @@ class Ensemble(CapturedStep):
                 raise ValueError(f"member {k} differs from member 0, since this does not hold for it: {reason}")
             found.append(captured.inputs(function, model, given))
         graph: Any = found[0][0]
-        inputs = Inputs(tensors, signature, BatchSignature.of(given)[0], [inputs for _, inputs in found])
+
+        def is_unchanged(k: int) -> bool:
+            model = members.models[k]
+            if captured.failed_guard(function, model, given):
+                return False
+            return [*map(id, captured.inputs(function, model, given)[1])] == [*map(id, found[k][1])]
+
+        inputs = Inputs(tensors, signature, BatchSignature.of(given)[0], [inputs for _, inputs in found], is_unchanged)
         outputs = graph.run(options, inputs)
         if self.training.mode is not Mode.EAGER and not graph.forward.is_pure:
             for k, model in enumerate(members.models):  # Dynamo's code sets the attributes that the model sets
-                graph.outputs = tuple([output[k] for output in outputs])
+                graph.outputs = tuple([output[k].clone() for output in outputs])  # rows may interleave in memory
                 function(model, *signature.batch(members.part(tensors, k)))
             graph.outputs = ()
         losses: Tensor = outputs[graph.forward.loss]
@@ -142,15 +149,21 @@ class EnsembleStep(GraphStep):
         super().__init__(forward, training, members.optimizers[0])
         self.members, self.loss_fn, self.kind = members, loss_fn, kind
         self.outputs: tuple[Any, ...] = ()  # of the forward graph, for the member whose attributes are being set
+        self.are_apart = True  # no member's step changes what the forward pass of another reads
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
         return self.outputs
 
     def eager(self, inputs: Inputs) -> tuple[Any, ...]:  # type: ignore[override]
-        losses = self.members.eager(self.loss_fn, inputs.batch, inputs.signature)
+        def check_member(k: int) -> None:
+            self.are_apart = self.are_apart and inputs.is_unchanged(k)
+
+        losses = self.members.eager(self.loss_fn, inputs.batch, inputs.signature, check_member)
         return tuple([losses if i == self.forward.loss else None for i in range(self.forward.outputs)])
 
     def obstacle(self, inputs: Inputs) -> str:  # type: ignore[override]
+        if not self.are_apart:
+            return "a member's step sets something that the next member reads"
         return obstacle_of([x for own in inputs.inputs for x in own])
 
     def new_program(self, inputs: Inputs) -> EnsembleProgram:  # type: ignore[override]

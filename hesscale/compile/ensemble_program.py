@@ -10,12 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .aliasing import has_overlap
+from .aliasing import has_overlap, overlapping_group
 from .cuda_graph import empty_like
 from .fx_graphs import mutated_arguments
 from .graph_step import FunctionalStep
 from .make_fx import CannotTrace, trace
-from .members import Members
+from .members import Members, tensors_of
 from .program import Code, Program
 from .signature import BatchSignature, tensor_signature
 from .workarounds.vmap import functional
@@ -29,12 +29,14 @@ class Inputs(NamedTuple):
         signature: the signature of the batch.
         first_part: the first member's part of the batch. The inputs of every member hold it in place of that member's own part.
         inputs: the inputs of the forward graph, for each member.
+        is_unchanged: tells in the middle of a step whether a member's forward graph still holds, with the same inputs.
     """
 
     batch: Sequence[Tensor]
     signature: BatchSignature
     first_part: Sequence[Tensor]
     inputs: Sequence[Sequence[Tensor]]
+    is_unchanged: Callable[[int], bool]
 
 
 class EnsembleProgram(Program):
@@ -56,9 +58,12 @@ class EnsembleProgram(Program):
         self.own = [i for i, shared in zip(own, is_shared, strict=True) if not shared]
         self.addresses: list[int] = []  # of the members' own tensors
         single = trace(self.first, self.first.arguments, constants=True)
-        if mutated_arguments(single) & {*self.shared}:
+        self.mutated = mutated_arguments(single)
+        of_all = {i for i, j in self.batch_places.items() if self.dims[j] is None}
+        if len(steps) > 1 and self.mutated & {*self.shared, *of_all}:
             raise CannotTrace("all members change one and the same tensor")
-        self.place_tensors()
+        self.storages: set[int] = set()  # of the members' own tensors that change
+        self.place_tensors(inputs.batch)
         arguments = self.arguments_for(inputs.batch)
         super().__init__(self.whole_graph(single, arguments), arguments)
 
@@ -82,12 +87,30 @@ class EnsembleProgram(Program):
     def own_tensors(self, step: FunctionalStep) -> list[Tensor]:
         return [step.arguments[i] for i in self.own]
 
-    def place_tensors(self) -> None:
+    def place_tensors(self, batch: Sequence[Tensor]) -> None:
         """If any of the members' own tensors have moved, put them back where the program reads them."""
-        if [*map(Tensor.data_ptr, chain.from_iterable(map(self.own_tensors, self.steps)))] != self.addresses:
+        has_moved = self.own_addresses() != self.addresses
+        if has_moved:
+            self.storages = {*map(storage_address, self.changing_tensors())}
+        self.check_others(batch)
+        if has_moved:
             self.members.check_apart([self.own_tensors(step) for step in self.steps])
             self.put_tensors()
-            self.addresses = [*map(Tensor.data_ptr, chain.from_iterable(map(self.own_tensors, self.steps)))]
+            self.addresses = self.own_addresses()
+            self.storages = {*map(storage_address, self.changing_tensors())}
+
+    def own_addresses(self) -> list[int]:
+        return [*map(Tensor.data_ptr, chain.from_iterable(map(self.own_tensors, self.steps)))]
+
+    def changing_tensors(self) -> list[Tensor]:
+        return [step.arguments[i] for step in self.steps for i in self.own if i in self.mutated]
+
+    def check_others(self, batch: Sequence[Tensor]) -> None:
+        """Refuse a batch and shared tensors that lie where a member's step changes something: the next one would see that."""
+        others = [*batch, *[self.first.arguments[i] for i in self.shared]]
+        near = [tensor for tensor in others if storage_address(tensor) in self.storages]
+        if near and overlapping_group([near, self.changing_tensors()]) is not None:
+            raise CannotTrace("the batch, or a tensor that members share, lies in memory that a member changes")
 
     def fits(self, inputs: Inputs) -> bool:  # type: ignore[override]
         if not all(step.fits(found) for step, found in zip(self.steps, inputs.inputs, strict=True)):
@@ -97,7 +120,7 @@ class EnsembleProgram(Program):
         if any(step.arguments[i] is not self.first.arguments[i] for step in self.steps for i in self.shared):
             return False
         try:
-            self.place_tensors()
+            self.place_tensors(inputs.batch)
         except CannotTrace:
             return False
         self.arguments = self.arguments_for(inputs.batch)
@@ -125,7 +148,10 @@ class StackedProgram(EnsembleProgram):
             raise CannotTrace("tensors of a member share memory, which vmap would take apart: use how='abreast'")
         if not self.addresses:
             self.stacks = {i: new_stack(self.first.arguments[i], len(self.steps)) for i in self.own}
+            self.visiting = [i for i in self.own if i < self.first.count and i not in self.mutated and not self.is_of_models(i)]
         for i, stack in self.stacks.items():
+            if i in self.visiting:
+                continue
             tensors = [step.arguments[i] for step in self.steps]
             rows = stack.unbind()
             if any(tensor.data_ptr() != row.data_ptr() for tensor, row in zip(tensors, rows, strict=True)):
@@ -133,8 +159,15 @@ class StackedProgram(EnsembleProgram):
                 for tensor, row in zip(tensors, rows, strict=True):
                     tensor.data = row
 
+    def is_of_models(self, i: int) -> bool:
+        """Whether an argument is a parameter or buffer of each member; others may be views of what something else changes."""
+        pairs = zip(self.members.models, self.steps, strict=True)
+        return all(any(step.arguments[i] is tensor for tensor in tensors_of(model)) for model, step in pairs)
+
     def arguments_for(self, batch: Sequence[Tensor]) -> list[Tensor]:
         places = self.batch_places
+        for i in self.visiting:
+            self.stacks[i].copy_(torch.stack([step.arguments[i].detach() for step in self.steps]))
         shared = {i: self.first.arguments[i] for i in self.shared}
         given = {**self.stacks, **shared, **{i: batch[j] for i, j in places.items()}}
         return [given[i] for i in range(len(given))]
@@ -154,6 +187,10 @@ class StackedProgram(EnsembleProgram):
 
     def copied_arguments(self, moved: set[int]) -> set[int]:
         return {*self.batch_places, *self.shared}
+
+
+def storage_address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def new_stack(like: Tensor, count: int) -> Tensor:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import NonFiniteError
 from .aliasing import overlaps
 from .dynamo import ForwardGraph
 from .fx_graphs import mutated_arguments
@@ -33,6 +35,7 @@ class Training:
         mode, reason: how the last step ran, and why it did not run in a faster mode.
         compilations: how many programs were made.
         last: the object that made the last step; None if the model's own code ran in eager mode.
+        error: the error of a step that was left out. It is raised once the model's attributes are set.
     """
 
     backend: str
@@ -41,6 +44,7 @@ class Training:
     reason: str = ""
     compilations: int = 0
     last: StagedStep | None = None
+    error: NonFiniteError | None = None
 
 
 class GraphStep(ABC):
@@ -121,7 +125,13 @@ class ModelStep(GraphStep):
         self.model = model
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
-        return self.run(self.optimizer.signature(), inputs)
+        try:
+            return self.run(self.optimizer.signature(), inputs)
+        except NonFiniteError as error:
+            if "outputs" not in vars(error):
+                raise
+            self.training.error = error  # raised once Dynamo's code has set what the model keeps of the forward pass
+            return tuple(vars(error).pop("outputs"))
 
     def eager(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """A step in eager mode, which runs the operators of the forward graph."""
@@ -129,14 +139,26 @@ class ModelStep(GraphStep):
             outputs = self.forward.run(*inputs)
         own = {id(p) for p in self.optimizer.parameters()}
         others = [x for x in inputs if isinstance(x, nn.Parameter) and x.requires_grad and id(x) not in own]
-        self.optimizer.train(outputs[self.forward.loss], others)
-        return tuple([output.detach() for output in outputs])
+        results = tuple([output.detach() for output in outputs])
+        with noting_outputs(results):
+            self.optimizer.train(outputs[self.forward.loss], others)
+        return results
 
     def obstacle(self, inputs: Sequence[Any]) -> str:
         return obstacle_of(inputs)
 
     def new_program(self, inputs: Sequence[Any]) -> Program:
         return ModelProgram(FunctionalStep(self.forward, self.optimizer, inputs), self.model)
+
+
+@contextlib.contextmanager
+def noting_outputs(outputs: tuple[Any, ...]) -> Iterator[None]:
+    """Give a NonFiniteError the outputs of the forward pass, which was made."""
+    try:
+        yield
+    except NonFiniteError as error:
+        vars(error)["outputs"] = outputs
+        raise
 
 
 def obstacle_of(inputs: Sequence[Any]) -> str:
@@ -198,6 +220,9 @@ class FunctionalStep:
             with torch.enable_grad():
                 outputs = self.forward.run(*inputs)
             loss = outputs[self.forward.loss]
+            known = {id(loss), *map(id, inputs)}  # an input itself, changed in place, takes the place of what it was
+            if {*map(storage_of, inputs)} & {storage_of(output) for output in outputs if id(output) not in known}:
+                raise CannotTrace("the model keeps a view of one of its tensors or of the batch, which is to follow that")
             results = [output.detach() if output is loss else output.detach().clone() for output in outputs]
             etas = self.optimizer.train(loss)
             return [*results, *[loss.new_ones(()) if eta is None else eta.detach() for eta in etas]]
@@ -230,6 +255,10 @@ class FunctionalStep:
         names += [""] * (len(arguments) - len(names))
         pairs = zip(names, arguments, strict=True)
         return [x + steps if steps and name == "curvature_step" else x for name, x in pairs]
+
+
+def storage_of(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
 
 
 def signatures(tensors: Sequence[Tensor]) -> list[object]:
@@ -280,9 +309,11 @@ class ModelProgram(Program):
         return {i for i, x in inputs if id(x) not in stay and not isinstance(x, nn.Parameter)}
 
     def finish(self, results: Sequence[Any]) -> tuple[Any, ...]:
-        outputs = self.step.forward.outputs
-        self.step.optimizer.record_step(results[outputs:])
-        return tuple(results[:outputs])
+        count = self.step.forward.outputs
+        outputs = tuple(results[:count])
+        with noting_outputs(outputs):
+            self.step.optimizer.record_step(results[count:])
+        return outputs
 
     def repetition(self, batch: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], Tensor] | None:
         step, loss = self.step, self.step.forward.loss

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ from torch.utils import _pytree as pytree
 
 from ..errors import NeedsEagerPass
 from .workarounds.strides import without_strides
+
+TRACING = threading.RLock()  # what must hold while a graph is captured or recorded holds for all threads
 
 
 class CannotTrace(RuntimeError):
@@ -42,7 +45,7 @@ def trace(function: Callable[..., Any], tensors: Sequence[Tensor], *, constants:
             return function(*given)
 
     try:
-        with while_tracing(), noted_seeds() as seeds:
+        with TRACING, while_tracing(), noted_seeds() as seeds:
             graph = make_fx(checked, tracing_mode="fake")(*[tensor.detach() for tensor in tensors])
     except (NeedsEagerPass, CannotTrace):
         raise

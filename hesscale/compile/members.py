@@ -129,13 +129,23 @@ class Members:
 
     # -------------------------------------------------------------------------------------------------------------- steps
 
-    def eager(self, loss_fn: Callable[..., Tensor], tensors: Sequence[Tensor], signature: BatchSignature) -> Tensor:
-        """Make a step of each member in turn, and return their losses. A member with a non-finite number skips its step."""
+    def eager(
+        self,
+        loss_fn: Callable[..., Tensor],
+        tensors: Sequence[Tensor],
+        signature: BatchSignature,
+        before_each: Callable[[int], None] = lambda k: None,
+    ) -> Tensor:
+        """Make a step of each member in turn, and return their losses. A member with a non-finite number skips its step.
+
+        ``before_each`` is called with the number of each member before its step.
+        """
         self.check_alike()
         pairs = list(zip(self.models, self.optimizers, strict=True))
         self.check_apart([[*tensors_of(model), *optimizer.all_tensors()] for model, optimizer in pairs])
         losses = []
         for k, (model, optimizer) in enumerate(pairs):
+            before_each(k)
             ours = optimizer.optimizer
             with ours.without_nonfinite_errors() if isinstance(ours, CurvatureOptimizer) else nullcontext():
                 losses.append(optimizer.train_model(model, loss_fn, signature.batch(self.part(tensors, k))))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from ..errors import CompileWarning, NeedsEagerPass
-from .make_fx import CannotTrace, first_line
+from .make_fx import TRACING, CannotTrace, first_line
 from .program import Mode, Program
 
 MAX_BUILDS = 4  # programs of one step; a new one is built when the step's tensors no longer fit
@@ -73,7 +73,8 @@ class StagedStep:
             self.program, self.earlier_program = None, self.program
             self.eager_steps, self.next_build = 0, 1
         if self.program is None and self.eager_steps == self.next_build:
-            self.build(inputs)
+            with TRACING:
+                self.build(inputs)
         if self.program is None:
             outputs = self.source.eager(inputs)
             self.eager_steps += 1

@@ -215,7 +215,11 @@ class CompiledStep(CapturedStep):
         return ModelStep(forward, self.training, self.model, self.functional_optimizer)
 
     def run(self, captured: Captured, batch: Sequence[Any]) -> Tensor:
-        return captured(self.model, *batch)
+        loss = captured(self.model, *batch)
+        if error := self.training.error:
+            self.training.error = None
+            raise error
+        return loss
 
     def run_eager(self, batch: Sequence[Any]) -> Tensor:
         return self.functional_optimizer.train_model(self.model, self.loss_fn, batch)
