@@ -36,7 +36,7 @@ class Weights(NamedTuple):
     @staticmethod
     def of(values: Sequence[Any], projected: bool) -> Weights:
         """From a list that leaves out what the layer does not have."""
-        return Weights(*values[:-1], hr=values[-1]) if projected else Weights(*values)
+        return Weights(*values[:-1])._replace(hr=values[-1]) if projected else Weights(*values)
 
 
 class Layer(NamedTuple):
@@ -150,9 +150,7 @@ CUDNN = "Run this layer under torch.backends.cudnn.flags(enabled=False)."
 
 
 def refuse_mkldnn(node: Node) -> str | None:
-    """What nn.LSTM makes of a layer in one direction is covered, whatever else one may call this operator with."""
-    is_known = saved(node, "mode") == LSTM and not saved(node, "batch_first") and not saved(node, "batch_sizes")
-    return None if is_known else f"its curvature rule covers an LSTM with time first, not packed. {MKLDNN}"
+    return None if saved(node, "mode") == LSTM else f"its curvature rule covers LSTM layers only. {MKLDNN}"
 
 
 def mkldnn_layer(node: Node, g: tuple[Share, ...], s: tuple[Share, ...]) -> list[Share]:
@@ -264,9 +262,10 @@ def lstm_cell(node: Node, g: tuple[Share, ...], s: tuple[Share, ...]) -> list[Sh
     return [back.a.s, back.b.s, None if back.c is None else back.c.s, back.a.s, back.b.s]
 
 
-@rule("ThnnFusedGruCellBackward0", many=True)
-def gru_cell(node: Node, g: tuple[Share, ...], s: tuple[Share, ...]) -> list[Share]:
+@rule("ThnnFusedGruCellBackward0")
+def gru_cell(node: Node, g: Share, s: Share) -> list[Share]:
     """n = tanh(a + r b) and h' = (h − n) z + n on CUDA, operator by operator from the gates' pre-activations"""
-    h, with_g = single(saved(node, "hx")), g[0] is not None
-    back = GruCell(biased(node, "input"), biased(node, "hidden"), h, [len(h)], with_g).back(0, pair_of(g[0], s[0], h, with_g))
+    h, with_g = single(saved(node, "hx")), g is not None
+    cell = GruCell(biased(node, "input"), biased(node, "hidden"), h, [len(h)], with_g)
+    back = cell.back(0, pair_of(g, s, h, with_g))
     return [back.a.s, back.b.s, None if back.h is None else back.h.s, back.a.s, back.b.s]
