@@ -7,8 +7,8 @@ From a = x W_ihᵀ + b_ih and b = h W_hhᵀ + b_hh, for the h and c of the step 
     LSTM    i, f, o = σ(a + b), q = tanh(a + b), c' = f c + i q, h' = o tanh(c')
 
 one elementwise operator after another. The recursion takes (g, s) at h' and c' back to a, b, h and c. At each entry that is a
-linear map (:class:`Elementwise`) whose coefficients do not depend on (g, s). So they are computed for all steps at once, and a
-step itself is a few products of entries.
+linear map (:class:`Elementwise`) whose coefficients do not depend on (g, s). So they are computed for many steps at once, and a
+step itself is a few products of entries. Each cell below stands for several steps in succession, ``sizes`` rows each.
 """
 
 from __future__ import annotations
@@ -144,9 +144,8 @@ class Back(NamedTuple):
 class RnnCell:
     """h' = f(a + b): s_a = s_b = f'² s + f'' g"""
 
-    def __init__(self, a: Tensor, b: Tensor, sizes: list[int], with_g: bool, *, is_relu: bool) -> None:
-        gates = relu(a + b, with_g) if is_relu else tanh((a + b).tanh_(), with_g)
-        self.gates = gates.split(sizes)
+    def __init__(self, gates: Tensor, sizes: list[int], with_g: bool, *, is_relu: bool) -> None:
+        self.gates = (relu(gates, with_g) if is_relu else tanh(gates.tanh(), with_g)).split(sizes)
 
     def back(self, t: int, h: Pair, c: Pair | None = None) -> Back:
         pre = h.through(self.gates[t])
@@ -177,20 +176,13 @@ class GruCell:
 class LstmCell:
     """c' = f c + i q and h' = o tanh(c'): s_c' gains o² tanh'² s + o tanh'' g, and i, f, q and c get it by squared factors"""
 
-    def __init__(self, a: Tensor, b: Tensor, c: Tensor, sizes: list[int], backwards: bool, with_g: bool) -> None:
-        gates = (a + b).unflatten(-1, (4, -1))  # (rows, gates, hidden)
-        i, f, q, o = gates[:, 0].sigmoid(), gates[:, 1].sigmoid(), gates[:, 2].tanh(), gates[:, 3].sigmoid()
-        gained, kept = (i * q).split(sizes), f.split(sizes)
-        before, after = [c] * len(sizes), [c] * len(sizes)
-        for t in order(sizes, backwards):
-            before[t] = c[: sizes[t]]
-            after[t] = torch.addcmul(gained[t], kept[t], before[t])
-            c = with_first_rows(c, after[t])
-        squashed = torch.cat(after).tanh_()
+    def __init__(self, gates: Tensor, c: Tensor, sizes: list[int], with_g: bool) -> None:
+        i, f, q, o = activations(gates)
+        squashed = torch.addcmul(i * q, f, c).tanh_()
         self.h = o * squashed
         self.squash = multiply(o, with_g).after(tanh(squashed, with_g)).split(sizes)
         to_i = multiply(q, with_g).after(sigmoid(i, with_g))
-        to_f = multiply(torch.cat(before), with_g).after(sigmoid(f, with_g))
+        to_f = multiply(c, with_g).after(sigmoid(f, with_g))
         to_q = multiply(i, with_g).after(tanh(q, with_g))
         to_o = multiply(squashed, with_g).after(sigmoid(o, with_g))
         self.gates = stack([to_i, to_f, to_q, to_o]).split(sizes)
@@ -202,15 +194,11 @@ class LstmCell:
         return Back(pre, pre, None, c.through(self.forget[t]))
 
 
+def activations(gates: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """i, f, q and o of an LSTM."""
+    i, f, q, o = gates.chunk(4, 1)
+    return i.sigmoid(), f.sigmoid(), q.tanh(), o.sigmoid()
+
+
 def flat(pair: Pair) -> Pair:
     return pair.map(lambda v: v.flatten(1))
-
-
-def order(sizes: Sequence[int], backwards: bool) -> Sequence[int]:
-    """The steps in the order in which a direction makes them."""
-    return range(len(sizes))[::-1] if backwards else range(len(sizes))
-
-
-def with_first_rows(rows: Tensor, new: Tensor) -> Tensor:
-    """Rows of which new ones replace the first."""
-    return new if len(new) == len(rows) else torch.cat((new, rows[len(new) :]))

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import hesscale
 from hesscale.engine.nodes import edge_of, topological
-from hesscale.rules import RULES
+from hesscale.rules import RULES, recurrent
 
 METHODS = ["hesscale", "hesscale_gn"]
 SINGLE = {"rtol": 2e-4, "atol": 2e-5}
@@ -180,6 +180,16 @@ def test_cudnn(kind, name, method, cuda_kernels):
     given = make(KINDS[kind], **options)
     found = derivatives(call_cudnn, *given, method=method, is_packed=is_packed)
     assert_same(found, derivatives(call, *given, method=method, is_packed=is_packed))
+
+
+@pytest.mark.parametrize("name", ["both directions", "packed, both directions", "projected, both directions, packed"])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_cudnn_in_blocks_of_steps(steps, name, cuda_kernels, monkeypatch):
+    monkeypatch.setattr(recurrent, "MAX_BLOCK_NUMEL", steps * 4 * 16)
+    options = dict((CUDNN | PROJECTED)[name])
+    is_packed = options.pop("is_packed", False)
+    given = make(nn.LSTM, **options)
+    assert_same(derivatives(call_cudnn, *given, is_packed=is_packed), derivatives(call, *given, is_packed=is_packed))
 
 
 @pytest.mark.parametrize("used", [[0], [1], [2]])
