@@ -160,10 +160,7 @@ def snake(name: str) -> str:
 
 VIEWS = {f"{name}Backward{i}" for i in (0, 1) for name in ("T", "Transpose", "Permute", "View", "Unsqueeze", "Squeeze", "Expand")}
 MAKERS: dict[str, str] = {
-    "MkldnnRnnLayerBackward0": "nn.LSTM on CPU",
-    "CudnnRnnBackward0": "nn.RNN, nn.LSTM or nn.GRU on CUDA",
-    "ThnnFusedLstmCellBackward0": "nn.LSTMCell",
-    "ThnnFusedGruCellBackward0": "nn.GRUCell",
+    "MiopenRnnBackward0": "nn.RNN, nn.LSTM or nn.GRU on ROCm; torch.backends.cudnn.flags(enabled=False) turns it off",
     "ScaledDotProductFlashAttentionForCpuBackward0": "F.scaled_dot_product_attention or nn.MultiheadAttention",
     "ScaledDotProductFlashAttentionBackward0": "F.scaled_dot_product_attention or nn.MultiheadAttention",
     "ScaledDotProductEfficientAttentionBackward0": "F.scaled_dot_product_attention or nn.MultiheadAttention",

@@ -73,7 +73,7 @@ def derivatives(function, inputs, backends, method="hesscale", loss=curved_sum):
     with sdpa_kernel(backends):
         y = function(*leaves)
     is_fused = any("ScaledDotProduct" in name for name in names(y))
-    return is_fused, *hesscale.grad(loss(y), leaves, method=method)
+    return is_fused, *hesscale.grad(loss(y), leaves, method=method, outputs=y)
 
 
 FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
