@@ -22,6 +22,7 @@ from .recurrent_cells import GruCell, LstmCell, Pair, RnnCell, activations, join
 from .registry import Node, Share, needs, rule, saved
 
 RELU, TANH, LSTM, GRU = range(4)  # the modes of cuDNN
+GATES = {RELU: 1, TANH: 1, LSTM: 4, GRU: 3}
 MAX_BLOCK_NUMEL = 2**17  # of the gates in a block of steps
 T = TypeVar("T")
 CELLS: dict[int, Any] = {RELU: torch.rnn_relu_cell, TANH: torch.rnn_tanh_cell, GRU: torch.gru_cell}
@@ -40,6 +41,12 @@ class Weights(NamedTuple):
     def of(values: Sequence[Any], projected: bool) -> Weights:
         """From a list that leaves out what the layer does not have."""
         return Weights(*values[:-1])._replace(hr=values[-1]) if projected else Weights(*values)
+
+    def shaped(self, rows: int, projection: int) -> Weights:
+        """The weights in their shapes, which autocast takes from them to put them into one buffer."""
+        ih, hh, b_ih, b_hh, hr = self
+        b_ih, b_hh = (None if b is None else b.reshape(rows) for b in (b_ih, b_hh))
+        return Weights(ih.reshape(rows, -1), hh.reshape(rows, -1), b_ih, b_hh, None if hr is None else hr.reshape(projection, -1))
 
 
 class Layer(NamedTuple):
@@ -265,12 +272,13 @@ def layers_of(node: Node, sequences: Sequences) -> list[list[tuple[Layer, Tensor
     """Each layer and its output, by direction. cuDNN keeps the output of the last layer only, the others are computed anew."""
     x, hx, cx, last = (single(saved(node, name)) for name in ("input", "hx", "cx", "result0"))
     mode, stride, directions = saved(node, "mode"), saved(node, "weight_stride0"), 2 if saved(node, "bidirectional") else 1
+    rows, projected = GATES[mode] * saved(node, "hidden_size"), saved(node, "proj_size") > 0
     weights = [single(weight) for weight in saved(node, "weight")]
     x, last, found = sequences.rows(x), sequences.rows(last), []
     for first in range(0, len(hx), directions):
         layers = []
         for part in range(first, first + directions):
-            own = Weights.of(weights[part * stride : (part + 1) * stride], saved(node, "proj_size") > 0)
+            own = Weights.of(weights[part * stride : (part + 1) * stride], projected).shaped(rows, saved(node, "proj_size"))
             c = None if mode != LSTM else cx[part]
             layers.append(Layer(mode, own, x, hx[part], c, sequences.sizes, part > first))
         x = last if first + directions == len(hx) else torch.cat([layer.output() for layer in layers], 1)
@@ -303,6 +311,8 @@ def cudnn_layers(node: Node, g: tuple[Share, ...], s: tuple[Share, ...]) -> list
         at = below
     parts = shares[::-1]
     weights = [share for part in parts for share in (*part.weights[: stride - projected], *part.weights[4:][:projected])]
+    shapes = [weight.shape for weight in saved(node, "weight")]
+    weights = [None if share is None else share.reshape(shape) for share, shape in zip(weights, shapes, strict=True)]
     c_share = torch.stack([part.c.s for part in parts if part.c is not None]) if is_lstm else None
     return [None if at is None else sequences.shaped(at.s), *weights, torch.stack([part.h.s for part in parts]), c_share]
 

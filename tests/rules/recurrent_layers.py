@@ -85,7 +85,7 @@ def derivatives(call, layer, x, states, *, method="hesscale", used="all", readou
     torch.manual_seed(1)
     loss = 0
     for y in results:
-        weight = torch.randn(3, y.shape[-1], dtype=y.dtype, device="cpu").to(y.device)
+        weight = torch.randn(3, y.shape[-1], dtype=torch.float64, device="cpu").to(y)
         z = nn.functional.linear(y, nn.Parameter(weight, requires_grad=False)) if readout else y  # where the head ends
         loss = loss + (z.sin() + z.square()).sum()
     hesscale.backward(loss, method=method, outputs=None if readout else results)
