@@ -14,7 +14,7 @@ from .engine.head_structure import Head, find_head
 from .engine.head_values import exact_diagonals
 from .engine.nodes import LEAF, Edge, edge_of, metadata, topological
 from .errors import UnsupportedOperator
-from .rules import BL89, RULES, Rule
+from .rules import BL89, COMPLEX, RULES, Rule
 
 
 class Operator(NamedTuple):
@@ -33,7 +33,11 @@ def operators() -> list[Operator]:
         >>> [op.summary for op in hesscale.operators() if op.name == "MulBackward0"]
         ["f' = the other factor"]
     """
-    return sorted(Operator(name, rule.family, rule.summary) for name, rule in RULES.items())
+    found = [Operator(name, rule.family, rule.summary) for name, rule in RULES.items()]
+    found += [
+        Operator(f"{name}, complex" if name in RULES else name, rule.family, rule.summary) for name, rule in COMPLEX.items()
+    ]
+    return sorted(found)
 
 
 class Row(NamedTuple):

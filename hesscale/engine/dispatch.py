@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedOperator
-from ..rules import BL89, REFUSED, RULES, Rule, brute_force
+from ..rules import BL89, COMPLEX, REFUSED, RULES, Rule, brute_force
 from ..rules.registry import RuleFunction, Shares, summary_of
 from .nodes import LEAF, Edge, Node, metadata, per_edge
 
@@ -41,7 +41,7 @@ def step_of(node: Node, special: dict[str, Rule], fallback: str) -> Step:
     if name == LEAF and not is_foreign(node._input_metadata[0]):
         check_data(node.variable)
         return Step(node, None, edges, False)
-    rule = special.get(name) or RULES.get(name) or custom_rule(node)
+    rule = COMPLEX.get(name) if meets_complex(node) else special.get(name) or RULES.get(name) or custom_rule(node)
     repeated = len(edges) > 1 and is_repeated(edges)
     reason = refusal(node, name, rule, repeated)
     if reason is None:
@@ -54,8 +54,7 @@ def step_of(node: Node, special: dict[str, Rule], fallback: str) -> Step:
 
 def refusal(node: Node, name: str, rule: Rule | None, repeated: bool) -> str | None:
     """Why this node cannot be served, with the way out; None if it can."""
-    metas = node._input_metadata
-    if rule is None or is_foreign(metas[0]) or (len(metas) > 1 and any(is_foreign(meta) for meta in metas)):
+    if rule is None or any(meta.is_nested_tensor for meta in node._input_metadata):
         if known := known_refusal(node, name):
             return f"no curvature rule for {name}: {known}."
         return f"no curvature rule for {name}{origin(node, name)}. {WAY_OUT}"
@@ -68,7 +67,7 @@ def refusal(node: Node, name: str, rule: Rule | None, repeated: bool) -> str | N
 
 def known_refusal(node: Node, name: str) -> str | None:
     """Why no rule will ever serve this node, if that is known."""
-    tensors = [*node._input_metadata, *(metadata(edge) for edge in node.next_functions if edge[0] is not None)]
+    tensors = tensors_at(node)
     if any(is_foreign(meta) for meta in tensors):
         return REFUSED["NestedTensor" if any(meta.is_nested_tensor for meta in tensors) else "Complex"]
     return next((reason for part, reason in REFUSED.items() if part in name), None)
@@ -85,8 +84,19 @@ def is_foreign(meta: Any) -> bool:
     return bool(meta.dtype.is_complex or meta.is_nested_tensor)
 
 
+def tensors_at(node: Node) -> list[Any]:
+    """The metadata of a node's outputs and inputs."""
+    return [*node._input_metadata, *(metadata(edge) for edge in node.next_functions if edge[0] is not None)]
+
+
+def meets_complex(node: Node) -> bool:
+    """Whether a node takes or makes complex tensors, for which it needs a rule of its own."""
+    return any(meta.dtype.is_complex for meta in tensors_at(node))
+
+
 def diagonal_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of a diagonal at a tensor of this dtype: float16 has no room for squares, so float32 stands in for it."""
+    dtype = dtype.to_real()
     return torch.float32 if dtype == torch.float16 else dtype
 
 

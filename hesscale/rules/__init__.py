@@ -6,9 +6,11 @@ from . import (
     activations,
     bilinear,
     brute_force,
+    complex_numbers,
     convolution,
     distances,
     elementwise,
+    fourier,
     indexing,
     linear_maps,
     losses,
@@ -20,19 +22,22 @@ from . import (
     view_writes,
     written_out,
 )
-from .registry import BL89, REFUSED, RULES, Rule, register_rule
+from .registry import BL89, COMPLEX, REFUSED, RULES, Rule, register_rule
 
 __all__ = [
     "BL89",
+    "COMPLEX",
     "REFUSED",
     "RULES",
     "Rule",
     "activations",
     "bilinear",
     "brute_force",
+    "complex_numbers",
     "convolution",
     "distances",
     "elementwise",
+    "fourier",
     "indexing",
     "linear_maps",
     "losses",

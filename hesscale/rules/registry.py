@@ -82,6 +82,7 @@ class Rule:
 
 RULES: dict[str, Rule] = {}
 BL89: dict[str, Rule] = {}  # what the method "bl89" replaces
+COMPLEX: dict[str, Rule] = {}  # for nodes that take or make complex tensors; see complex_numbers
 # What gets no rule, by a part of its name, and what to do instead.
 REFUSED: dict[str, str] = {
     "CompiledFunctionBackward": "a model under torch.compile hides its operators. Pass the model before torch.compile, or run "
@@ -93,7 +94,7 @@ REFUSED: dict[str, str] = {
     "ToDense": "sparse tensors have no curvature rules. Use dense ones",
     "ValuesBackward": "sparse tensors have no curvature rules. Use dense ones",
     "NestedTensor": "nested tensors have no curvature rules. Use padded ones with a mask",
-    "Complex": "complex tensors have no curvature rules. Carry real and imaginary parts as two real tensors",
+    "Complex": "complex tensors have curvature rules for few operators. Carry real and imaginary parts as two real tensors",
 }
 
 

@@ -17,7 +17,7 @@ CASES: dict[str, Case] = {}
 
 @dataclass(frozen=True)
 class Case:
-    """``function`` of inputs in float64, or what it takes: one operator, plus views at most, so that its rule is exact on a separable loss."""
+    """``function`` of inputs of one dtype: one operator, plus views at most, so that its rule is exact on a separable loss."""
 
     function: Callable[..., Any]
     inputs: tuple[Input, ...]
