@@ -37,6 +37,7 @@ UNTRACEABLE = {
     "random_ between": BY_NAME,
     "pack padded sequence": BY_LENGTH,
     "pack batch first": BY_LENGTH,
+    **{name: BY_SHAPE for name in CASES if name.startswith("ctc ")},
     **{name: BY_DTYPE for name in CASES if name.startswith("grouped_mm") and "bfloat16" not in name},
 }
 
