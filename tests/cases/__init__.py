@@ -15,6 +15,7 @@ from . import (
     losses,
     normalization,
     pooling,
+    quantization,
     reductions,
     softmax,
 )
@@ -35,6 +36,7 @@ __all__ = [
     "losses",
     "normalization",
     "pooling",
+    "quantization",
     "reductions",
     "softmax",
 ]

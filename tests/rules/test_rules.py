@@ -41,6 +41,7 @@ FAMILIES = {
     "losses": "mse mean",
     "normalization": "layer_norm",
     "pooling": "avg_pool2d",
+    "quantization": "fake quantize with an observer",
     "reductions": "logsumexp",
     "softmax": "log_softmax",
     "view_writes": "write sigmoid",
