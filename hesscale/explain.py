@@ -108,9 +108,11 @@ def lenient_steps(loss: Tensor, method: str) -> tuple[list[Step], dict[str, str]
     """The graph's steps, and for each unsupported operator in it the reason; such a node counts as dense and mixing."""
     special = BL89 if method == "bl89" else {}
     steps, reasons = [], {}
-    for node in topological(edge_of(loss)[0]):
+    order = topological(edge_of(loss)[0])
+    used = {edge for node in order for edge in node.next_functions}
+    for node in order:
         try:
-            steps.append(step_of(node, special, "error"))
+            steps.append(step_of(node, special, "error", used))
         except UnsupportedOperator as error:
             reasons[node.name()] = str(error)
             steps.append(Step(node, UNKNOWN, node.next_functions, False))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -32,10 +32,11 @@ class Step(NamedTuple):
 def steps_of(order: Sequence[Node], *, method: str, fallback: str) -> list[Step]:
     """Each node with its rule; the first node without one raises, before anything has changed."""
     special = BL89 if method == "bl89" else {}
-    return [step_of(node, special, fallback) for node in order]
+    used = {edge for node in order for edge in node.next_functions}
+    return [step_of(node, special, fallback, used) for node in order]
 
 
-def step_of(node: Node, special: dict[str, Rule], fallback: str) -> Step:
+def step_of(node: Node, special: dict[str, Rule], fallback: str, used: Collection[Edge]) -> Step:
     name = node.name()
     edges = node.next_functions
     if name == LEAF and not is_foreign(node._input_metadata[0]):
@@ -43,7 +44,7 @@ def step_of(node: Node, special: dict[str, Rule], fallback: str) -> Step:
         return Step(node, None, edges, False)
     rule = COMPLEX.get(name) if meets_complex(node) else special.get(name) or RULES.get(name) or custom_rule(node)
     repeated = len(edges) > 1 and is_repeated(edges)
-    reason = refusal(node, name, rule, repeated)
+    reason = refusal(node, name, rule, repeated, used)
     if reason is None:
         assert rule is not None
         return Step(node, rule, edges, repeated)
@@ -52,12 +53,17 @@ def step_of(node: Node, special: dict[str, Rule], fallback: str) -> Step:
     raise UnsupportedOperator(reason)
 
 
-def refusal(node: Node, name: str, rule: Rule | None, repeated: bool) -> str | None:
+def refusal(node: Node, name: str, rule: Rule | None, repeated: bool, used: Collection[Edge]) -> str | None:
     """Why this node cannot be served, with the way out; None if it can."""
     if rule is None or any(meta.is_nested_tensor for meta in node._input_metadata):
         if known := known_refusal(node, name):
             return f"no curvature rule for {name}: {known}."
         return f"no curvature rule for {name}{origin(node, name)}. {WAY_OUT}"
+    if rule.used_outputs is not None:
+        others = [i for i in range(len(node._input_metadata)) if i not in rule.used_outputs and (node, i) in used]
+        if others:
+            covered = rule.used_outputs[0]
+            return f"{name}: its curvature rule covers output {covered} only, and the loss depends on {others}. {WAY_OUT}"
     if rule.refuse is not None and (reason := rule.refuse(node)) is not None:
         return f"{name}: {reason}"
     if repeated and rule.joint and rule.same is None:

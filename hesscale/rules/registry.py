@@ -46,6 +46,7 @@ class Rule:
         broadcast: inputs are expanded to y's shape, so that a smaller one fans out.
         contraction: a matrix product or its like, where the head ends.
         many: the node has several differentiable outputs; g and s are then tuples.
+        used_outputs: those of its outputs that may carry gradients; a graph that uses another is refused. None: all.
         same: the rule for a node that meets one tensor at several of its inputs; it returns that tensor's one share per
             duplicated edge at its first position and None at the others. None: such a node is refused, unless its inputs do
             not meet (``joint=False``) or the operator is linear in a way that ``function`` handles.
@@ -66,6 +67,7 @@ class Rule:
     broadcast: bool = False
     contraction: bool = False
     many: bool = False
+    used_outputs: tuple[int, ...] | None = None
     same: RuleFunction | None = None
     transposed: RuleFunction | None = None
     refuse: Callable[[Node], str | None] | None = None

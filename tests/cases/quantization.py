@@ -53,7 +53,7 @@ learnable(
 )
 learnable(
     "per tensor, zero point fixed",
-    lambda x, scale: torch._fake_quantize_learnable_per_tensor_affine(x, scale, torch.zeros(1), *RANGE, 1.0),
+    lambda x, scale: torch._fake_quantize_learnable_per_tensor_affine(x, scale, torch.zeros_like(scale).detach(), *RANGE, 1.0),
     (3, 4),
     exactly([0.13]),
 )

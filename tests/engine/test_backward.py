@@ -792,6 +792,13 @@ def test_complex_tensors_have_no_diagonal_of_their_own():
         hesscale.grad(torch.view_as_real(z).softmax(-1).square().sum(), [x], outputs=z)
 
 
+def test_eigenvectors_are_refused():
+    x = torch.randn(3, 3, requires_grad=True)
+    assert "output 0" in refuses(torch.linalg.eigh(x @ x.mT)[1].square().sum(), "LinalgEighBackward0", [x])
+    u, values, _ = torch.linalg.svd(x)
+    assert "output 1" in refuses((u * values).square().sum(), "LinalgSvdBackward0", [x])
+
+
 def sparse_matrix(values):
     return torch.sparse_coo_tensor(torch.tensor([[0, 1, 2], [2, 0, 1]]), values, (3, 3))
 

@@ -37,6 +37,7 @@ FAMILIES = {
     "fourier": "fnet",
     "special_functions": "exp",
     "indexing": "gather",
+    "linalg": "inv",
     "linear_maps": "permute",
     "losses": "mse mean",
     "normalization": "layer_norm",
