@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedOperator
-from ..rules import BL89, COMPLEX, REFUSED, RULES, Rule, brute_force
+from ..rules import BL89, COMPLEX, REFUSED, RULES, Rule, brute_force, custom_functions
 from ..rules.registry import RuleFunction, Shares, summary_of
 from .nodes import LEAF, Edge, Node, metadata, per_edge
 
@@ -119,9 +119,11 @@ def is_repeated(edges: Sequence[Edge]) -> bool:
 
 
 def custom_rule(node: Node) -> Rule | None:
-    """The rule that a torch.autograd.Function defines for itself."""
+    """The rule that a torch.autograd.Function defines for itself, or that of an elementwise function."""
     forward = getattr(node, "_forward_cls", None)
-    return None if forward is None else rule_of_function(forward, len(node._input_metadata) > 1)
+    if forward is None:
+        return None
+    return rule_of_function(forward, len(node._input_metadata) > 1) or custom_functions.rule_by_probes(node)
 
 
 @lru_cache(maxsize=256)

@@ -576,24 +576,24 @@ def test_bad_tensors(name):
 
 
 class Cube(torch.autograd.Function):
-    """A custom function without a rule."""
+    """x³ in reverse order: a custom function without a rule, and not elementwise."""
 
     @staticmethod
     def forward(ctx, x):
         ctx.save_for_backward(x)
-        return x**3
+        return (x**3).flip(0)
 
     @staticmethod
     def backward(ctx, g):
         (x,) = ctx.saved_tensors
-        return 3 * x**2 * g
+        return 3 * x**2 * g.flip(0)
 
 
 class CubeWithRule(Cube):
     @staticmethod
     def hess_diag(ctx, g, s):
         (x,) = ctx.saved_tensors
-        return (0 if s is None else 9 * x**4 * s) + (0 if g is None else 6 * x * g)
+        return (0 if s is None else 9 * x**4 * s.flip(0)) + (0 if g is None else 6 * x * g.flip(0))
 
 
 class Scaled(torch.autograd.Function):
