@@ -14,7 +14,7 @@ from .engine.head_structure import Head, find_head
 from .engine.head_values import exact_diagonals
 from .engine.nodes import LEAF, Edge, edge_of, metadata, topological
 from .errors import UnsupportedOperator
-from .rules import BL89, RULES, Rule
+from .rules import BL89, COMPLEX, RULES, Rule
 
 
 class Operator(NamedTuple):
@@ -33,7 +33,11 @@ def operators() -> list[Operator]:
         >>> [op.summary for op in hesscale.operators() if op.name == "MulBackward0"]
         ["f' = the other factor"]
     """
-    return sorted(Operator(name, rule.family, rule.summary) for name, rule in RULES.items())
+    found = [Operator(name, rule.family, rule.summary) for name, rule in RULES.items()]
+    found += [
+        Operator(f"{name}, complex" if name in RULES else name, rule.family, rule.summary) for name, rule in COMPLEX.items()
+    ]
+    return sorted(found)
 
 
 class Row(NamedTuple):
@@ -104,9 +108,11 @@ def lenient_steps(loss: Tensor, method: str) -> tuple[list[Step], dict[str, str]
     """The graph's steps, and for each unsupported operator in it the reason; such a node counts as dense and mixing."""
     special = BL89 if method == "bl89" else {}
     steps, reasons = [], {}
-    for node in topological(edge_of(loss)[0]):
+    order = topological(edge_of(loss)[0])
+    used = {edge for node in order for edge in node.next_functions}
+    for node in order:
         try:
-            steps.append(step_of(node, special, "error"))
+            steps.append(step_of(node, special, "error", used))
         except UnsupportedOperator as error:
             reasons[node.name()] = str(error)
             steps.append(Step(node, UNKNOWN, node.next_functions, False))

@@ -13,10 +13,11 @@ import hesscale
 from hesscale.engine.nodes import edge_of, topological
 
 
-def build(name: str, dtype: torch.dtype = torch.float64):
+def build(name: str, dtype: torch.dtype | None = None):
     """The case's inputs (leaves), its differentiable outputs, and a gradient and curvature for each of these."""
     generator = torch.Generator("cpu").manual_seed(zlib.crc32(name.encode()))
     case, device = CASES[name], torch.get_default_device()
+    dtype = case.dtype if dtype is None else dtype
     inputs = [make(generator).to(device=device, dtype=dtype).requires_grad_() for make in case.inputs]
     torch.manual_seed(0)
     outputs = case.function(*inputs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UnsupportedOperator
-from ..rules import BL89, REFUSED, RULES, Rule, brute_force
+from ..rules import BL89, COMPLEX, REFUSED, RULES, Rule, brute_force, custom_functions
 from ..rules.registry import RuleFunction, Shares, saved, summary_of
 from .nodes import LEAF, Edge, Node, metadata, per_edge
 
@@ -32,18 +32,19 @@ class Step(NamedTuple):
 def steps_of(order: Sequence[Node], *, method: str, fallback: str) -> list[Step]:
     """Each node with its rule; the first node without one raises, before anything has changed."""
     special = BL89 if method == "bl89" else {}
-    return [step_of(node, special, fallback) for node in order]
+    used = {edge for node in order for edge in node.next_functions}
+    return [step_of(node, special, fallback, used) for node in order]
 
 
-def step_of(node: Node, special: dict[str, Rule], fallback: str) -> Step:
+def step_of(node: Node, special: dict[str, Rule], fallback: str, used: Collection[Edge]) -> Step:
     name = node.name()
     edges = node.next_functions
     if name == LEAF and not is_foreign(node._input_metadata[0]):
         check_data(node.variable)
         return Step(node, None, edges, False)
-    rule = special.get(name) or RULES.get(name) or custom_rule(node)
+    rule = COMPLEX.get(name) if meets_complex(node) else special.get(name) or RULES.get(name) or custom_rule(node)
     repeated = len(edges) > 1 and is_repeated(edges)
-    reason = refusal(node, name, rule, repeated)
+    reason = refusal(node, name, rule, repeated, used)
     if reason is None:
         assert rule is not None
         return Step(node, rule, edges, repeated)
@@ -52,13 +53,17 @@ def step_of(node: Node, special: dict[str, Rule], fallback: str) -> Step:
     raise UnsupportedOperator(reason)
 
 
-def refusal(node: Node, name: str, rule: Rule | None, repeated: bool) -> str | None:
+def refusal(node: Node, name: str, rule: Rule | None, repeated: bool, used: Collection[Edge]) -> str | None:
     """Why this node cannot be served, with the way out; None if it can."""
-    metas = node._input_metadata
-    if rule is None or is_foreign(metas[0]) or (len(metas) > 1 and any(is_foreign(meta) for meta in metas)):
+    if rule is None or any(meta.is_nested_tensor for meta in node._input_metadata):
         if known := known_refusal(node, name):
             return f"no curvature rule for {name}: {known}."
         return f"no curvature rule for {name}{origin(node, name)}. {WAY_OUT}"
+    if rule.used_outputs is not None:
+        others = [i for i in range(len(node._input_metadata)) if i not in rule.used_outputs and (node, i) in used]
+        if others:
+            covered = rule.used_outputs[0]
+            return f"{name}: its curvature rule covers output {covered} only, and the loss depends on {others}. {WAY_OUT}"
     if rule.refuse is not None and (reason := rule.refuse(node)) is not None:
         return f"{name}: {reason}"
     if repeated and rule.joint and rule.same is None:
@@ -68,7 +73,7 @@ def refusal(node: Node, name: str, rule: Rule | None, repeated: bool) -> str | N
 
 def known_refusal(node: Node, name: str) -> str | None:
     """Why no rule will ever serve this node, if that is known."""
-    tensors = [*node._input_metadata, *(metadata(edge) for edge in node.next_functions if edge[0] is not None)]
+    tensors = tensors_at(node)
     if any(is_foreign(meta) for meta in tensors):
         return REFUSED["NestedTensor" if any(meta.is_nested_tensor for meta in tensors) else "Complex"]
     return next((reason for part, reason in REFUSED.items() if part in name), None)
@@ -85,8 +90,19 @@ def is_foreign(meta: Any) -> bool:
     return bool(meta.dtype.is_complex or meta.is_nested_tensor)
 
 
+def tensors_at(node: Node) -> list[Any]:
+    """The metadata of a node's outputs and inputs."""
+    return [*node._input_metadata, *(metadata(edge) for edge in node.next_functions if edge[0] is not None)]
+
+
+def meets_complex(node: Node) -> bool:
+    """Whether a node takes or makes complex tensors, for which it needs a rule of its own."""
+    return any(meta.dtype.is_complex for meta in tensors_at(node))
+
+
 def diagonal_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of a diagonal at a tensor of this dtype: float16 has no room for squares, so float32 stands in for it."""
+    dtype = dtype.to_real()
     return torch.float32 if dtype == torch.float16 else dtype
 
 
@@ -126,9 +142,11 @@ def is_repeated(edges: Sequence[Edge]) -> bool:
 
 
 def custom_rule(node: Node) -> Rule | None:
-    """The rule that a torch.autograd.Function defines for itself."""
+    """The rule that a torch.autograd.Function defines for itself, or that of an elementwise function."""
     forward = getattr(node, "_forward_cls", None)
-    return None if forward is None else rule_of_function(forward, len(node._input_metadata) > 1)
+    if forward is None:
+        return None
+    return rule_of_function(forward, len(node._input_metadata) > 1) or custom_functions.rule_by_probes(node)
 
 
 @lru_cache(maxsize=256)

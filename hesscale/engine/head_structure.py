@@ -16,6 +16,7 @@ from enum import IntEnum
 from itertools import combinations
 from typing import NamedTuple
 
+from ..errors import UnsupportedOperator
 from ..rules import Rule
 from .block_structure import BlockStructure
 from .cache import BoundedCache
@@ -73,6 +74,8 @@ def find_head(steps: Sequence[Step], outputs: set[Edge] | None, requested: Colle
 
     structures = block_structures(inside, tensors)
     inexact = {tensors[i]: structure for i, structure in structures.items() if is_needed(tensors[i])}
+    if any(metadata(tensor).dtype.is_complex for tensor in inexact):
+        raise UnsupportedOperator("the model's outputs are complex; pass outputs= with real ones, or head='rules'")
     return Head(nodes, inside, ends, inexact)
 
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ..errors import UnsupportedOperator
 from ..rules.registry import RuleFunction, Shares
 from .arguments import output_edges
 from .checkpointing import saved_tensors_stay
@@ -187,6 +188,8 @@ def keys_of(tensors: Sequence[Tensor], graph: Graph) -> dict[TensorKey, Tensor]:
     """The tensors that are in the graph, by their key."""
     keys = {}
     for tensor in tensors:
+        if tensor.is_complex():
+            raise UnsupportedOperator("a complex tensor has no one Hessian diagonal; ask for its real and imaginary parts")
         if tensor.is_leaf and id(tensor) in graph.leaves:
             keys[graph.leaves[id(tensor)], 0] = tensor
         else:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..rules import BL89, RULES, brute_force
+from ..rules import BL89, COMPLEX, RULES, brute_force
 from ..rules.registry import RuleFunction
 from .arguments import check_choices
 from .cache import BoundedCache
@@ -46,7 +46,7 @@ def walk(root: Node, method: str) -> Graph:
     special = BL89 if method == "bl89" else RULES
     nodes, index_of, leaves = [root], {root: 0}, {}
     signature: list[Any] = []
-    note = signature.append
+    note, complex_rule = signature.append, COMPLEX.get
     for node in nodes:  # which grow on the way
         name = node.name()
         if name == LEAF:
@@ -57,6 +57,7 @@ def walk(root: Node, method: str) -> Graph:
             continue
         rule = special.get(name) or RULES.get(name) or custom_rule(node)
         note(rule or name)
+        note(complex_rule(name))
         if rule is not None and rule.refuse is not None:
             note(rule.refuse(node))
         if rule is not None and rule.factors is not None:
@@ -222,4 +223,5 @@ def relabel_head(head: Head, labels: Labels) -> Head:
 
 
 def make_target(key: TensorKey, meta: Any) -> Target:
-    return Target(key, torch.Size(meta.shape), diagonal_dtype(meta.dtype), meta.device)
+    shape = (*meta.shape, 3) if meta.dtype.is_complex else meta.shape  # see rules.complex_numbers
+    return Target(key, torch.Size(shape), diagonal_dtype(meta.dtype), meta.device)

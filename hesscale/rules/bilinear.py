@@ -146,6 +146,29 @@ def batch_factors(node: Node, first: int, s: Tensor, left: Share, right: Share) 
     return shares
 
 
+@linear("GroupedMmBackward0", contraction=True)
+def grouped_mm(node: Node, s: Tensor) -> list[Share]:
+    """y = A B, group by group of rows, columns or matrices (mixtures of experts): s_A = s (B²)ᵀ, s_B = (A²)ᵀ s"""
+    offsets, left, right = saved(node, "offs"), saved(node, "self"), saved(node, "mat2")
+    return [
+        grouped_product(s, squared(right, s).mT, offsets) if needs(node, 0) else None,
+        grouped_product(squared(left, s).mT, s, offsets) if needs(node, 1) else None,
+    ]
+
+
+def grouped_product(left: Tensor, right: Tensor, offsets: Share) -> Tensor:
+    """A B by groups. The kernels take float32 and less, in rows or columns that begin at multiples of 16 bytes."""
+    left, right = (x if 1 in x.stride()[-2:] else x.contiguous() for x in (left, right))
+    narrow = left.dtype.itemsize < 4 and not (is_aligned(left) and is_aligned(right))
+    if narrow or left.dtype == torch.float64:
+        left, right = left.float(), right.float()
+    return torch._grouped_mm(left, right, offs=offsets)
+
+
+def is_aligned(x: Tensor) -> bool:
+    return all(stride == 1 or stride * x.element_size() % 16 == 0 for stride in x.stride())
+
+
 def left_share(s: Tensor, right: Tensor, strides: Sequence[int]) -> Tensor:
     """s_A = s (B²)ᵀ, laid out in memory like A"""
     squares, s = operands(right, s)

@@ -149,7 +149,25 @@ def multi_margin(node: Node, g: Share, s: Share) -> Share:
     return term if share is None else share + term
 
 
-REFUSED["CtcLoss"] = (
-    "PyTorch cannot differentiate the CTC loss twice, and it has no curvature rule. Write its sum over alignments with "
-    "torch.logsumexp"
-)
+@rule("CtcLossBackward0", "CtcLossBackward1", fan_out=False)
+def ctc(node: Node, g: Share, s: Share) -> Share:
+    """p = exp x, q the posterior probability of each symbol: f' = p − q, f'' = p − q + q²
+
+    As PyTorch has it, whose gradient is that of −log P + Σ p: at log-probabilities Σ p is constant. P is linear in every p.
+    """
+    log_p, y = saved(node, "log_probs"), node._input_metadata[0]
+    first = node(torch.ones(y.shape, dtype=y.dtype, device=y.device)).to(log_p.dtype)
+    q = torch.where(ctc_counts(node, log_p), log_p.exp() - first, 0)
+    return chain(first, first + q * q, *(None if v is None else v.unsqueeze(-1) for v in (g, s)))
+
+
+def ctc_counts(node: Node, log_p: Tensor) -> Tensor:
+    """Which steps of which samples count: (time, batch, 1). None of a sample without an alignment, under ``zero_infinity``."""
+    lengths = torch.as_tensor(saved(node, "input_lengths"), device=log_p.device)
+    counts = torch.arange(len(log_p), device=log_p.device).unsqueeze(1) < lengths
+    if saved(node, "zero_infinity"):
+        counts = counts & ~saved(node, "result0").isposinf()
+    return counts.unsqueeze(-1)
+
+
+REFUSED["CudnnCtcLoss"] = "cuDNN's CTC loss has no curvature rule. Compute it under torch.backends.cudnn.flags(enabled=False)"

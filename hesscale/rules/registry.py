@@ -48,6 +48,7 @@ class Rule:
         factors: of a product, the names under which a node saves its two factors, which are its last two inputs. If one of them
             is a constant, the product belongs to the head.
         many: the node has several differentiable outputs; g and s are then tuples.
+        used_outputs: those of its outputs that may carry gradients; a graph that uses another is refused. None: all.
         same: the rule for a node that meets one tensor at several of its inputs; it returns that tensor's one share per
             duplicated edge at its first position and None at the others. None: such a node is refused, unless its inputs do
             not meet (``joint=False``) or the operator is linear in a way that ``function`` handles.
@@ -69,6 +70,7 @@ class Rule:
     contraction: bool = False
     factors: tuple[str, str] | None = None
     many: bool = False
+    used_outputs: tuple[int, ...] | None = None
     same: RuleFunction | None = None
     transposed: RuleFunction | None = None
     refuse: Callable[[Node], str | None] | None = None
@@ -85,6 +87,7 @@ class Rule:
 
 RULES: dict[str, Rule] = {}
 BL89: dict[str, Rule] = {}  # what the method "bl89" replaces
+COMPLEX: dict[str, Rule] = {}  # for nodes that take or make complex tensors; see complex_numbers
 # What gets no rule, by a part of its name, and what to do instead.
 REFUSED: dict[str, str] = {
     "CompiledFunctionBackward": "a model under torch.compile hides its operators. Pass the model before torch.compile, or run "
@@ -96,7 +99,7 @@ REFUSED: dict[str, str] = {
     "ToDense": "sparse tensors have no curvature rules. Use dense ones",
     "ValuesBackward": "sparse tensors have no curvature rules. Use dense ones",
     "NestedTensor": "nested tensors have no curvature rules. Use padded ones with a mask",
-    "Complex": "complex tensors have no curvature rules. Carry real and imaginary parts as two real tensors",
+    "Complex": "complex tensors have curvature rules for few operators. Carry real and imaginary parts as two real tensors",
 }
 
 

@@ -125,3 +125,30 @@ case("bilinear without bias", F.bilinear, (2, 3, 4), (2, 3, 2), (5, 4, 2))
 case("bilinear first input", lambda x: F.bilinear(x, constant(x, 3, 2), constant(x, 5, 4, 2)), (3, 4))
 case("bilinear second input", lambda x: F.bilinear(constant(x, 3, 4), x, constant(x, 5, 4, 2)), (3, 2))
 case("bilinear weight", lambda w: F.bilinear(constant(w, 3, 4), constant(w, 3, 2), w), (5, 4, 2))
+
+
+def grouped(
+    name: str,
+    *shapes: tuple[int, ...],
+    offsets: tuple[int, ...] | None = None,
+    views=lambda *factors: factors,
+    dtype=torch.float32,
+):
+    """A product by groups, of which no kernel takes float64."""
+    ends = None if offsets is None else torch.tensor(offsets, dtype=torch.int32)
+
+    def function(*factors: Tensor) -> Tensor:
+        return torch._grouped_mm(*views(*factors), offs=ends)
+
+    case(f"grouped_mm {name}", function, *shapes, low_precision=False, dtype=dtype)
+
+
+grouped("rows", (6, 8), (3, 8, 8), offsets=(2, 2, 6))
+grouped("rows, transposed", (6, 8), (3, 4, 8), offsets=(2, 3, 6), views=lambda x, w: (x, w.mT))
+grouped("rows, strided", (12, 8), (3, 8, 8), offsets=(1, 4, 6), views=lambda x, w: (x[::2], w[:, :, :4]))
+grouped("rows, left only", (6, 8), offsets=(2, 2, 6), views=lambda x: (x, constant(x, 3, 8, 4)))
+grouped("rows, right only", (3, 8, 4), offsets=(2, 2, 6), views=lambda w: (constant(w, 6, 8), w))
+grouped("rows, bfloat16", (6, 8), (3, 8, 8), offsets=(2, 2, 6), dtype=torch.bfloat16)
+grouped("columns", (3, 8, 8), (8, 24), offsets=(8, 16, 24))
+grouped("inner", (4, 8), (8, 4), offsets=(4, 8))
+grouped("batches", (3, 4, 8), (3, 8, 8))

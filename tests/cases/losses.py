@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -154,3 +155,51 @@ case(
     (3,),
     low_precision=False,
 )
+
+
+def alignments(symbols: int, steps: int, target: list[int], blank: int) -> Tensor:
+    """Every sequence of so many symbols that reads as the target, once repeats and then blanks are left out."""
+    found = []
+    for path in itertools.product(range(symbols), repeat=steps):
+        merged = [symbol for i, symbol in enumerate(path) if i == 0 or path[i - 1] != symbol]
+        if [symbol for symbol in merged if symbol != blank] == target:
+            found.append(path)
+    return torch.tensor(found, dtype=torch.long).reshape(-1, steps)
+
+
+def ctc_by_alignments(x: Tensor, targets: list[list[int]], lengths: list[int], blank: int) -> Tensor:
+    """−log P + Σ p, whose gradient PyTorch calls that of −log P; 0 where no alignment exists."""
+    losses = []
+    for n, (target, steps) in enumerate(zip(targets, lengths, strict=True)):
+        paths = alignments(x.shape[2], steps, target, blank)
+        rows = x[:steps, n]
+        scores = sum(rows[t, paths[:, t]] for t in range(steps))
+        losses.append(rows.exp().sum() - scores.logsumexp(0) if len(paths) else 0 * rows.sum())
+    return torch.stack(losses)
+
+
+def ctc_case(name: str, targets: list[list[int]], lengths: list[int], blank: int = 0, flat: bool = False, tensors: bool = False):
+    width = max(map(len, targets))
+    padded = torch.tensor([[*target, *[1] * (width - len(target))] for target in targets], dtype=torch.long)
+    given = torch.tensor([symbol for target in targets for symbol in target]) if flat else padded
+    sizes = [lengths, [len(target) for target in targets]]
+    sizes = [torch.tensor(size) for size in sizes] if tensors else sizes
+
+    def fused(x: Tensor) -> Tensor:
+        return torch.ops.aten._ctc_loss(x, given, *sizes, blank, True)[0]
+
+    case(
+        f"ctc {name}",
+        written_out(fused, lambda x: ctc_by_alignments(x, targets, lengths, blank)),
+        (max(lengths), len(targets), 4),
+        low_precision=False,
+    )
+
+
+ctc_case("", [[1, 2], [3, 3], [2]], [4, 4, 4])
+ctc_case("blank last", [[1, 2], [0, 0], [2]], [4, 4, 4], blank=3)
+ctc_case("lengths", [[1, 2], [3, 1], [2]], [2, 4, 3])
+ctc_case("without an alignment", [[1, 2], [3, 3], [2, 1]], [1, 2, 4])
+ctc_case("without symbols", [[], [3, 3]], [3, 4])
+ctc_case("targets in a row", [[1, 2], [3], [2, 2, 1]], [4, 4, 4], flat=True)
+ctc_case("lengths in tensors", [[1, 2], [3, 1], [2]], [2, 4, 3], tensors=True)

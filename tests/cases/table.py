@@ -17,18 +17,25 @@ CASES: dict[str, Case] = {}
 
 @dataclass(frozen=True)
 class Case:
-    """``function`` of float64 inputs: one operator, plus views at most, so that its rule is exact on a separable loss."""
+    """``function`` of inputs of one dtype: one operator, plus views at most, so that its rule is exact on a separable loss."""
 
     function: Callable[..., Any]
     inputs: tuple[Input, ...]
     low_precision: bool  # also run in float16 and bfloat16
+    dtype: torch.dtype = torch.float64
 
 
-def case(name: str, function: Callable[..., Any], *inputs: tuple[int, ...] | Input, low_precision: bool = True) -> None:
+def case(
+    name: str,
+    function: Callable[..., Any],
+    *inputs: tuple[int, ...] | Input,
+    low_precision: bool = True,
+    dtype: torch.dtype = torch.float64,
+) -> None:
     """Add a line; a shape stands for normal entries."""
     if name in CASES:
         raise ValueError(f"two cases are called {name}")
-    CASES[name] = Case(function, tuple(normal(*i) if isinstance(i, tuple) else i for i in inputs), low_precision)
+    CASES[name] = Case(function, tuple(normal(*i) if isinstance(i, tuple) else i for i in inputs), low_precision, dtype)
 
 
 def normal(*shape: int) -> Input:

@@ -576,24 +576,24 @@ def test_bad_tensors(name):
 
 
 class Cube(torch.autograd.Function):
-    """A custom function without a rule."""
+    """x³ in reverse order: a custom function without a rule, and not elementwise."""
 
     @staticmethod
     def forward(ctx, x):
         ctx.save_for_backward(x)
-        return x**3
+        return (x**3).flip(0)
 
     @staticmethod
     def backward(ctx, g):
         (x,) = ctx.saved_tensors
-        return 3 * x**2 * g
+        return 3 * x**2 * g.flip(0)
 
 
 class CubeWithRule(Cube):
     @staticmethod
     def hess_diag(ctx, g, s):
         (x,) = ctx.saved_tensors
-        return (0 if s is None else 9 * x**4 * s) + (0 if g is None else 6 * x * g)
+        return (0 if s is None else 9 * x**4 * s.flip(0)) + (0 if g is None else 6 * x * g.flip(0))
 
 
 class Scaled(torch.autograd.Function):
@@ -777,8 +777,26 @@ def refuses(loss, name: str, leaves, fallback: str = "error") -> str:
 @pytest.mark.parametrize("fallback", ["error", "exact"])
 def test_complex_tensors_are_refused(fallback):
     x = torch.randn(3, requires_grad=True)
-    assert "complex" in refuses(torch.fft.fft(x).abs().sum(), "Backward0", [x], fallback)
-    assert "complex" in refuses(torch.complex(x, x).real.sum(), "Backward0", [x], fallback)
+    assert "complex" in refuses(torch.fft.fft(x).exp().abs().sum(), "ExpBackward0", [x], fallback)
+    assert "complex" in refuses(torch.fft.fft(x).angle().sum(), "AngleBackward0", [x], fallback)
+    z = torch.randn(3, dtype=torch.complex64, requires_grad=True)
+    assert "complex" in refuses(z.abs().sum(), "Accumulate", [z], fallback)
+
+
+def test_complex_tensors_have_no_diagonal_of_their_own():
+    x = torch.randn(3, requires_grad=True)
+    z = torch.fft.fft(x)
+    with pytest.raises(hesscale.UnsupportedOperator, match="real and imaginary parts"):
+        hesscale.grad(z.abs().sum(), [z])
+    with pytest.raises(hesscale.UnsupportedOperator, match="outputs= with real ones"):
+        hesscale.grad(torch.view_as_real(z).softmax(-1).square().sum(), [x], outputs=z)
+
+
+def test_eigenvectors_are_refused():
+    x = torch.randn(3, 3, requires_grad=True)
+    assert "output 0" in refuses(torch.linalg.eigh(x @ x.mT)[1].square().sum(), "LinalgEighBackward0", [x])
+    u, values, _ = torch.linalg.svd(x)
+    assert "output 1" in refuses((u * values).square().sum(), "LinalgSvdBackward0", [x])
 
 
 def sparse_matrix(values):

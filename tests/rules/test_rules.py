@@ -10,7 +10,9 @@ from case_runner import build, compute, expected, nodes_of
 from cases import CASES
 from cases.table import NEW_TORCH
 
-from hesscale.rules import BL89, RULES
+from hesscale.rules import BL89, COMPLEX, RULES, attention
+
+TOLERANCES = {torch.float64: (1e-9, 1e-11), torch.float32: (1e-5, 1e-5), torch.bfloat16: (0.02, 0.02)}
 
 
 @pytest.mark.parametrize("use", ["both", "gradient", "curvature"])
@@ -19,23 +21,28 @@ def test_rule_is_exact_on_a_separable_loss(name, use):
     inputs, outputs, draws = build(name)
     use_g, use_s = use != "curvature", use != "gradient"
     got = compute(inputs, outputs, draws, use_g, use_s)
+    rtol, atol = TOLERANCES[inputs[0].dtype]
     for mine, truth in zip(got, expected(inputs, outputs, draws, use_g, use_s), strict=True):
-        torch.testing.assert_close(mine if mine is not None else torch.zeros_like(truth), truth, rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close(mine if mine is not None else torch.zeros_like(truth), truth, rtol=rtol, atol=atol)
 
 
 # One case per family: the shared body must notice when its rule is a little wrong.
 FAMILIES = {
     "activations": "gelu",
     "bilinear": "addmm",
+    "complex_numbers": "complex abs",
     "convolution": "conv2d",
     "distances": "cdist by products",
     "elementwise": "mul",
+    "fourier": "fnet",
     "special_functions": "exp",
     "indexing": "gather",
+    "linalg": "inv",
     "linear_maps": "permute",
     "losses": "mse mean",
     "normalization": "layer_norm",
     "pooling": "avg_pool2d",
+    "quantization": "fake quantize with an observer",
     "reductions": "logsumexp",
     "softmax": "log_softmax",
     "view_writes": "write sigmoid",
@@ -43,17 +50,19 @@ FAMILIES = {
 
 
 def test_families_are_all_of_them():
-    assert {*FAMILIES, "recurrent"} == {rule.family for rule in RULES.values()}  # its nodes have test_recurrent.py
+    elsewhere = {"attention", "recurrent"}  # test_attention.py, test_recurrent.py
+    assert {*FAMILIES, *elsewhere} == {rule.family for table in (RULES, COMPLEX) for rule in table.values()}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("broken", ["gradient", "curvature"])
 def test_a_broken_rule_is_caught(family, broken, monkeypatch):
     name = FAMILIES[family]
-    for node in nodes_of(name) & set(RULES):
-        if RULES[node].family == family:
-            monkeypatch.setitem(RULES, node, break_rule(RULES[node], broken))
-    if broken == "curvature" or any(RULES[node].curved for node in nodes_of(name) & set(RULES)):
+    served = [(table, node) for table in (RULES, COMPLEX) for node in nodes_of(name) & set(table)]
+    for table, node in served:
+        if table[node].family == family:
+            monkeypatch.setitem(table, node, break_rule(table[node], broken))
+    if broken == "curvature" or any(table[node].curved for table, node in served if table[node].family == family):
         with pytest.raises(AssertionError, match="not close"):
             test_rule_is_exact_on_a_separable_loss(name, "both")
 
@@ -74,6 +83,7 @@ def break_rule(rule, broken: str):
 
 # Nodes that no call on a CPU makes in float64: they belong to other devices or dtypes.
 ELSEWHERE = {
+    *attention.NODES,
     "CudnnBatchNormBackward0",
     "CudnnGridSamplerBackward0",
     "CudnnRnnBackward0",
@@ -92,6 +102,6 @@ def test_every_rule_has_a_case():
     seen = set().union(*(nodes_of(name) for name in CASES))
     absent = {name for name in RULES if name[-9:-1] == "Backward" and not hasattr(torch._C._functions, name)}  # in older torch
     untested = set() if NEW_TORCH else {"GridSampler2DBackward0", "GridSampler3DBackward0", "NextafterBackward0"}
-    missing = (set(RULES) | set(BL89)) - seen - ELSEWHERE - absent - untested
+    missing = (set(RULES) | set(BL89) | set(COMPLEX)) - seen - ELSEWHERE - absent - untested
     assert not missing, f"rules without a case: {sorted(missing)}"
     assert not ELSEWHERE & seen

@@ -23,6 +23,7 @@ BY_SHAPE = "the shape of its output depends on values"
 BY_VALUE = "a mask decides which entries are written"
 BY_NAME = "one of its arguments is called `from`, which no generated Python can say"
 BY_LENGTH = "PyTorch guesses the shape of its output, which depends on values"
+BY_DTYPE = "PyTorch knows its output in bfloat16 only"
 UNTRACEABLE = {
     "index mask": BY_SHAPE,
     "index rows by mask": BY_SHAPE,
@@ -36,6 +37,8 @@ UNTRACEABLE = {
     "random_ between": BY_NAME,
     "pack padded sequence": BY_LENGTH,
     "pack batch first": BY_LENGTH,
+    **{name: BY_SHAPE for name in CASES if name.startswith("ctc ")},
+    **{name: BY_DTYPE for name in CASES if name.startswith("grouped_mm") and "bfloat16" not in name},
 }
 
 

@@ -7,6 +7,7 @@ others are singular.
 from __future__ import annotations
 
 import math
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -232,3 +233,28 @@ def test_logcumsumexp_where_nothing_has_come_yet():
     (expected,), (exact,) = hesscale.grad(cumulated(1.0, 1.0)(rest), [rest])
     torch.testing.assert_close(gradient[:, 1:], expected)
     torch.testing.assert_close(found[:, 1:], exact)
+
+
+CTC = {  # the loss, and whether PyTorch's mean divides by the targets' lengths
+    "padded targets": (torch.tensor([[1, 2], [3, 3]]), [4, 5], [2, 2]),
+    "targets in a row": (torch.tensor([1, 2, 3, 1]), [5, 4], [3, 1]),
+    "unequal lengths": (torch.tensor([[1, 2, 1], [3, 0, 0]]), [5, 2], [3, 1]),
+    "without an alignment": (torch.tensor([[1, 1], [3, 2]]), [2, 5], [2, 2]),
+    "no symbols": (torch.tensor([[1, 1], [3, 2]]), [5, 5], [0, 2]),
+}
+
+
+@pytest.mark.parametrize("how", ["mean", "sum"])
+@pytest.mark.parametrize("name", CTC)
+def test_ctc_is_exact_at_the_logits(name, how):
+    """By double backward through the recursion over alignments, which PyTorch does not have."""
+    targets, lengths, sizes = CTC[name]
+
+    def loss(x):
+        return F.ctc_loss(x.log_softmax(-1), targets, lengths, sizes, reduction=how, zero_infinity=True)
+
+    x = draw(5, 2, 4).requires_grad_()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", hesscale.CurvatureWarning)
+        _, (found,) = hesscale.grad(loss(x), [x])
+    torch.testing.assert_close(found, finite_differences(loss, [x], 0), rtol=1e-5, atol=1e-8)
