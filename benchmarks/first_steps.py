@@ -44,7 +44,7 @@ BETAS, EPS = (0.9, 0.999), 1e-8
 
 def measured(problem: str, padding: str, precision: str, name: str, images: Images, batch: int) -> dict[str, Any]:
     model = PROBLEMS[problem].network(images.classes, 0, padding=padding)
-    params = list(model.parameters())
+    params = [p for p in model.parameters() if p.requires_grad]
     optimizer = OPTIMIZERS[name](params)
     averages: list[list[Any]] = [[0.0, 0.0] for _ in params]
     row: dict[str, Any] = {"network": PROBLEMS[problem].title, "padding": padding, "precision": precision, "optimizer": name}

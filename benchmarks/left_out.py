@@ -60,7 +60,7 @@ def train(model: nn.Module, images: Images, steps: int) -> None:
 def multiples(model: nn.Module, images: Images, batch: int) -> Iterator[dict[str, Any]]:
     """Of every layer's weight: the exact diagonal as a multiple, in all and entry by entry."""
     model.eval()
-    names, weights = zip(*[(name, p) for name, p in model.named_parameters() if p.dim() > 1], strict=True)
+    names, weights = zip(*[(name, p) for name, p in model.named_parameters() if p.requires_grad and p.dim() > 1], strict=True)
     _, approximate = hesscale.grad(loss_of(model, images, torch.arange(batch)), weights, method="hesscale_gn")
     exact = [torch.zeros_like(p) for p in weights]
     for sample in torch.arange(batch).split(1):  # one by one, for which there are as many passes as classes

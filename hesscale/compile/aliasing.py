@@ -1,4 +1,4 @@
-"""Which tensors share memory. A compiled graph treats its arguments as apart, so it must not be given two that overlap."""
+"""Which tensors share memory. A compiled graph assumes that its arguments do not overlap, so overlapping ones must be found."""
 
 from __future__ import annotations
 

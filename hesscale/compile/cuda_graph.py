@@ -1,4 +1,4 @@
-"""A compiled step in a CUDA graph: one launch in place of one for each kernel."""
+"""A compiled step in a CUDA graph: one launch instead of one for each kernel."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 
 
 class CudaGraph:
-    """A captured run of code on tensors that stay where they are, and on others that are copied in before each replay.
+    """A captured run of code. Some arguments stay at one address; the others are copied to the graph's memory before each replay.
 
     Args:
         run: the code.
         arguments: its arguments.
-        copied: the numbers of those that are other tensors at every step.
+        copied: the indices of the arguments that are different tensors at every step.
     """
 
     def __init__(self, run: Callable[..., Sequence[Any]], arguments: Sequence[Tensor], copied: Collection[int]) -> None:
@@ -24,13 +24,13 @@ class CudaGraph:
         self.copied = {i: empty_like(arguments[i]).copy_(arguments[i]) for i in copied}
         self.fixed = [i for i in range(len(arguments)) if i not in self.copied]
         self.addresses = [arguments[i].data_ptr() for i in self.fixed]
-        self.kept = [self.copied.get(i, tensor) for i, tensor in enumerate(arguments)]  # so that the memory is not freed
+        self.kept = [self.copied.get(i, tensor) for i, tensor in enumerate(arguments)]  # keeps their memory from being freed
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
             self.outputs = list(run(*self.kept))
 
     def moved(self, arguments: Sequence[Tensor]) -> set[int]:
-        """The numbers of those arguments that should have stayed, but are elsewhere in memory."""
+        """The indices of the arguments that are not copied, but are at another address now."""
         addresses = [*map(Tensor.data_ptr, map(arguments.__getitem__, self.fixed))]
         if addresses == self.addresses:
             return set()

@@ -1,4 +1,4 @@
-"""TorchDynamo captures the forward pass and guards it: a graph is used only while all that its Python code read is the same."""
+"""TorchDynamo captures the forward pass and guards it: a graph is used only while every value that its code read is the same."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._device import DeviceContext
 
 from .. import losses
-from .make_fx import first_line
+from .make_fx import TRACING, first_line
 
 MAX_GRAPHS = 8  # forward graphs of one step; as many as Dynamo captures of one function by default
 LossFunction = Callable[..., Tensor]
@@ -34,9 +34,9 @@ class ForwardGraph(NamedTuple):
 
     Attributes:
         run: takes parameters, buffers and all other tensors as arguments, in the order in which they were met.
-        loss: which of its outputs is the loss. The others are tensors that the model keeps.
-        outputs: how many there are.
-        is_pure: whether it does nothing but compute: it sets no attributes, and no tensor comes to it in two ways.
+        loss: the index of the loss among its outputs. The others are tensors that the model keeps.
+        outputs: how many outputs there are.
+        is_pure: whether the code only computes: it sets no attributes, and reaches no tensor through two names.
     """
 
     run: Callable[..., Sequence[Any]]
@@ -45,7 +45,7 @@ class ForwardGraph(NamedTuple):
     is_pure: bool
 
 
-GLOBAL_HOOKS = [  # which Dynamo does not guard
+GLOBAL_HOOKS = [  # Dynamo does not guard these
     module._global_forward_hooks,
     module._global_forward_pre_hooks,
     module._global_backward_hooks,
@@ -58,23 +58,23 @@ HAS_FUNCTION_MODE = "a TorchFunctionMode is active, which would see the operator
 class NotCaptured(Exception):
     """The forward pass cannot be captured. Nothing has run."""
 
-    is_lasting = True  # and will not be captured with other batches like this one either
+    is_lasting = True  # another attempt with a batch like this one would fail too
 
 
 class TooManyGraphs(NotCaptured):
-    """There is no graph for this call, and no room for another."""
+    """There is no graph for this call, and the limit on graphs is reached."""
 
     is_lasting = False
 
 
 class UnguardedState(NotCaptured):
-    """Something that holds for the whole process keeps the forward pass from being captured or guarded."""
+    """State of the whole process, such as global hooks, keeps the forward pass from being captured or guarded."""
 
     is_lasting = False
 
 
 class InputsOnly(Exception):
-    """Leaves a call that was made for a graph and its inputs, before anything has run."""
+    """Ends a call that was made only to get a graph and its inputs, before anything has run."""
 
     def __init__(self, runner: Runner, inputs: Sequence[Any]) -> None:
         self.runner, self.inputs = runner, inputs
@@ -85,17 +85,18 @@ class Captured:
 
     Args:
         loss_fn: ``(model, *batch) -> loss``.
-        make_runner: makes of each forward graph what runs in its place: it takes the inputs of that graph, and returns what the
-            graph returns. It is called while the guards of the graph hold; then the attributes are set that the model sets.
+        make_runner: returns the function that is called in place of a forward graph: it takes the inputs of the graph, and
+            returns what the graph returns. It is called when the guards of the graph hold; after it, Dynamo's code sets the
+            attributes that the model sets.
     """
 
     def __init__(self, loss_fn: LossFunction, make_runner: Callable[[ForwardGraph], Runner]) -> None:
         self.loss_fn, self.make_runner = loss_fn, make_runner
         self.runners: list[Runner] = []
-        self.methods: list[tuple[type, str, Any]] = []  # which Dynamo has read, and does not guard
+        self.methods: list[tuple[type, str, Any]] = []  # captured by Dynamo, which does not guard them
         self.inputs_only = False
         allow_losses()
-        own = weakref.ref(self)  # Dynamo keeps backends for good
+        own = weakref.ref(self)  # Dynamo never frees a backend
 
         def backend(graph: GraphModule, example_inputs: list[Tensor]) -> Runner:
             captured = own()
@@ -105,17 +106,17 @@ class Captured:
         def closure(model: nn.Module, *batch: Any) -> Tensor:
             return loss_fn(model, *batch).clone()
 
-        # Dynamo keeps its graphs by code object: this gives every step its own.
+        # Dynamo keeps its graphs by code object, so every step needs a code object of its own.
         closure.__code__ = closure.__code__.replace(co_name=getattr(loss_fn, "__name__", type(loss_fn).__name__))
         self.closure = closure
         self.compiled: Callable[..., Tensor] = torch.compile(closure, backend=backend, fullgraph=True, dynamic=False)
 
     def backend(self, graph: GraphModule) -> Runner:
-        """What runs in place of a graph that Dynamo has captured."""
+        """The function that is called in place of a graph that Dynamo has captured."""
         number = len(self.runners)
         self.runners.append(self.make_runner(forward_graph(graph)))
         self.methods += captured_methods()
-        own = weakref.ref(self)  # Dynamo keeps what is returned here for good
+        own = weakref.ref(self)  # Dynamo never frees the function that is returned here
 
         def run(*inputs: Any) -> tuple[Any, ...]:
             captured = own()
@@ -132,19 +133,19 @@ class Captured:
         return any(getattr(owner, name, None) is not method for owner, name, method in self.methods)
 
     def __call__(self, model: nn.Module, *batch: Any) -> Tensor:
-        """The loss, by a graph whose guards hold, or by a new one.
+        """The loss, from a graph whose guards hold, or from a new one.
 
         Raises:
-            NotCaptured: no graph has run.
+            NotCaptured: there is no graph, and nothing has run.
         """
         function, given = self.function(model, batch)
         return function(model, *given)
 
     def function(self, model: nn.Module, batch: Sequence[Any]) -> tuple[Callable[..., Tensor], Sequence[Any]]:
-        """Dynamo's code by a graph whose guards hold, or by a new one, and the batch that it takes.
+        """Dynamo's code for a graph whose guards hold, or for a new one, and the batch to call it with.
 
         Raises:
-            NotCaptured: there is none.
+            NotCaptured: there is no such graph, and none can be captured.
         """
         check_process()
         batch = tuple(batch)
@@ -161,7 +162,7 @@ class Captured:
     def guarded(self, model: nn.Module, batch: Sequence[Any]) -> Callable[..., Tensor] | None:
         """Dynamo's code for the first of its graphs whose guards hold.
 
-        ``self.compiled`` would find it too; but what ``torch.compile`` does around that in Python takes as long as a small step.
+        ``self.compiled`` would find it too, but the Python wrapper of ``torch.compile`` takes as long as a small step.
         """
         frame = {"model": model, "batch": batch, "loss_fn": self.loss_fn}
         for entry in _debug_get_cache_entry_list(self.closure.__code__):
@@ -181,7 +182,7 @@ class Captured:
         return "the graph is gone"
 
     def inputs(self, function: Callable[..., Tensor], model: nn.Module, batch: Sequence[Any]) -> tuple[Runner, Sequence[Any]]:
-        """What runs in place of the graph, and its inputs; nothing runs."""
+        """The function that is called in place of the graph, and its inputs. Neither is run."""
         self.inputs_only = True
         try:
             function(model, *batch)
@@ -192,13 +193,13 @@ class Captured:
         raise AssertionError("TorchDynamo's code has run without its graph")
 
     def capture(self, model: nn.Module, batch: Sequence[Any]) -> None:
-        """Have Dynamo capture a graph; nothing runs."""
+        """Have Dynamo capture a graph, without running it."""
         if len(self.runners) >= MAX_GRAPHS:
             raise TooManyGraphs(TOO_MANY)
         if self.compiled is self.closure:
             raise NotCaptured("TorchDynamo is turned off")
         try:
-            with capture_config():
+            with TRACING, capture_config():
                 self.inputs(self.compiled, model, batch)
         except Exception as error:
             if isinstance(refusal := getattr(error, "inner_exception", None), NotCaptured):
@@ -207,7 +208,7 @@ class Captured:
 
 
 def check_process() -> None:
-    """Refuse what Dynamo does not guard, since it is the process's and not the model's."""
+    """Refuse state of the process that Dynamo does not guard."""
     if any(GLOBAL_HOOKS):
         raise UnguardedState(HAS_GLOBAL_HOOKS)
     if has_function_mode():
@@ -217,21 +218,18 @@ def check_process() -> None:
 
 
 def aliases_of(batch: Sequence[Any]) -> Sequence[Any]:
-    """A batch in other tensor objects on the same memory.
+    """The batch as new tensor objects on the same memory; a tensor that occurs twice stays one tensor.
 
-    Where a batch is a tensor that the code also reads as a global variable, Dynamo takes both for one without a guard.
+    If a tensor of the batch is also a global variable that the code reads, Dynamo makes them one input, without a guard.
     """
     leaves, spec = pytree.tree_flatten(batch)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    if len({*map(id, tensors)}) < len(tensors):
-        return batch
-    others = [leaf.detach() if type(leaf) is Tensor and not leaf.requires_grad else leaf for leaf in leaves]
-    found: Sequence[Any] = pytree.tree_unflatten(others, spec)
+    others = {id(leaf): leaf.detach() for leaf in leaves if type(leaf) is Tensor and not leaf.requires_grad}
+    found: Sequence[Any] = pytree.tree_unflatten([others.get(id(leaf), leaf) for leaf in leaves], spec)
     return found
 
 
 def has_function_mode() -> bool:
-    """Whether a mode is active that may change what operators do; that of ``torch.device`` does not."""
+    """Whether a ``TorchFunctionMode`` is active that may change what operators do; ``torch.device``'s does not."""
     if not torch._C._len_torch_function_stack():
         return False
     return any(not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
@@ -245,15 +243,15 @@ TOO_MANY = (
 
 @contextlib.contextmanager
 def capture_config() -> Iterator[None]:
-    """Settings of Dynamo for one capture: guard everything that it can guard, and capture recurrent layers."""
+    """Dynamo's settings for one capture: guard everything that can be guarded, and capture recurrent layers."""
     from torch._dynamo import config
 
     settings: dict[str, Any] = {
         "skip_nnmodule_hook_guards": False,
         "allow_rnn": True,
         "accumulated_recompile_limit": 2**20,
-        "record_runtime_overhead": False,  # to a profiler, at every call
-        # What Dynamo takes for unchanged to save time; the defaults differ between versions of torch.
+        "record_runtime_overhead": False,  # it would report to a profiler at every call
+        # Dynamo assumes some values unchanged to save time; the defaults differ between versions of torch.
         "assume_dunder_attributes_remain_unchanged": False,
         "guard_nn_modules_using_dict_tags": False,
         "skip_guards_on_constant_func_defaults": False,
@@ -267,7 +265,7 @@ def capture_config() -> Iterator[None]:
 
 @functools.lru_cache(1)
 def allow_losses() -> None:
-    """Our losses are functions of their arguments alone; as one operator of the graph they keep their curvature rules."""
+    """Keep each of our losses as one operator of the graph, with its curvature rule: they read nothing but their arguments."""
     from torch._dynamo import allow_in_graph
 
     for name in losses.__all__:
@@ -275,7 +273,7 @@ def allow_losses() -> None:
 
 
 def forward_graph(graph: GraphModule) -> ForwardGraph:
-    """Dynamo's graph, without the ``clone`` by which the closure marks the loss: the last operator of all."""
+    """Dynamo's graph, without its last operator: the ``clone`` by which the closure marks the loss."""
     check_sources(graph)
     *_, mark, output = graph.graph.nodes
     outputs: Any = output.args[0]
@@ -289,14 +287,14 @@ def forward_graph(graph: GraphModule) -> ForwardGraph:
 
 
 def output_graph() -> Any:
-    """What Dynamo knows of the graph that it is capturing."""
+    """Dynamo's record of the graph that it is capturing."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     return InstructionTranslator.current_tx().output
 
 
 def is_pure(graph: GraphModule) -> bool:
-    """Whether the code that is being captured sets nothing in Python, and meets no tensor in two ways."""
+    """Whether the code that is being captured has no side effects in Python, and reaches no tensor through two names."""
     output = output_graph()
     inputs = [node.meta["grapharg"].source for node in graph.graph.nodes if node.op == "placeholder" and "grapharg" in node.meta]
     twice = [guard.create_fn.keywords["source_b"] for guard in output.guards if guard.create_fn_name() == "DUPLICATE_INPUT"]
@@ -304,7 +302,7 @@ def is_pure(graph: GraphModule) -> bool:
 
 
 def has_side_effects(side_effects: Any) -> bool:
-    """Whether something that was there before is set; objects that the code makes for itself do not count."""
+    """Whether the code changes objects that existed before; objects that it creates itself do not count."""
     from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
     from torch._dynamo.variables.misc import CellVariable, NewGlobalVariable
 
@@ -317,7 +315,7 @@ def has_side_effects(side_effects: Any) -> bool:
 
 
 def captured_methods() -> list[tuple[type, str, Any]]:
-    """The methods that are being captured, by class and name: Dynamo guards the classes of objects, but not what is in them."""
+    """The methods that are being captured, by class and name: Dynamo guards an object's class, but not the class's methods."""
     output = output_graph()
     codes = set(output.tracing_context.traced_code)
     owners = {type(vars(variable).get("value")) for variable in output.side_effects.id_to_variable.values()}
@@ -333,7 +331,7 @@ def is_code_of(value: Any, codes: set[Any]) -> bool:
     return isinstance(value, FunctionType) and value.__code__ in codes
 
 
-UNGUARDED = {  # what is read so may change without a guard that fails
+UNGUARDED = {  # values that are read by this code may change without a guard failing
     os.getenv.__code__: "the environment",
     os.environ.encodekey.__code__: "the environment",
     Mapping.__contains__.__code__: "which keys a mapping has",
@@ -343,7 +341,7 @@ UNGUARDED_NAMES = {"mapping_get": "which keys a mapping has"}  # Dynamo's own co
 
 
 def check_sources(graph: GraphModule) -> None:
-    """Refuse graphs that hold what may be something else at the next step."""
+    """Refuse graphs with values that may change by the next step and have no guard."""
     for code in output_graph().tracing_context.traced_code:
         if what := UNGUARDED.get(code) or UNGUARDED_NAMES.get(code.co_name):
             raise NotCaptured(f"it reads {what}, which TorchDynamo does not guard")
@@ -352,7 +350,7 @@ def check_sources(graph: GraphModule) -> None:
 
 
 def check_operator(target: Any) -> None:
-    """Refuse what does something else in Dynamo's graph than in eager mode."""
+    """Refuse operators that would do something else in Dynamo's graph than in eager mode."""
     name = getattr(target, "__name__", str(target))
     if isinstance(target, HigherOrderOperator):
         what = KNOWN_HIGHER_ORDER.get(name, f"it uses {name}")
@@ -366,7 +364,7 @@ def check_operator(target: Any) -> None:
 
 
 def is_found_by_name(target: Any) -> bool:
-    """Whether the code of a graph, which calls functions by their names, calls this one."""
+    """Whether the code of a graph calls this function: it looks functions up by name, and this one may have been replaced."""
     if not isinstance(target, FunctionType) or target.__module__ not in sys.modules or "<locals>" in target.__qualname__:
         return True
     found = getattr(sys.modules[target.__module__], target.__qualname__, target)
@@ -381,7 +379,7 @@ RANDOM_STATE = {"manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_s
 
 
 def reason_of(error: Exception) -> str:
-    """Dynamo's reason in a line: its first line, and the explanation where it has one."""
+    """Dynamo's reason in one line: the first line of its message, and its explanation if there is one."""
     lines = [line.strip() for line in str(error).splitlines()]
     explanation = next((line.partition(":")[2].strip() for line in lines if line.startswith("Explanation:")), "")
     return f"{first_line(error)} ({explanation})" if explanation else first_line(error)

@@ -32,26 +32,26 @@ def ensemble(
 ) -> Ensemble:
     """A function ``step(*batch) -> losses`` that trains all models by one step each, in one compiled graph.
 
-    Member k becomes what :func:`hesscale.compile_step` would make of ``models[k]`` and ``optimizers[k]`` alone, but for random
-    numbers such as dropout's. Members have the same architecture and kind of optimizer; numbers among their options (step size,
-    trust radius, betas …) may differ, and change later. The models stay usable: their parameters and buffers, and the
-    optimizers' state, become views of tensors that hold those of all members, where these are mapped.
+    Member k ends up as if :func:`hesscale.compile_step` had trained ``models[k]`` with ``optimizers[k]`` alone, except for random
+    numbers such as dropout's. Members have the same architecture and the same class of optimizer. Numbers among their options
+    (step size, trust radius, betas …) may differ between members, and change later. The models stay usable. With
+    ``how="vmap"``, their parameters, buffers and optimizer state become views of tensors that hold those of all members.
 
-    TorchDynamo guards what the models and ``loss_fn`` read, as for one model. What changes in all members alike compiles the step
-    anew; where members come to differ in anything but numbers, the step raises.
+    TorchDynamo guards what the models and ``loss_fn`` read, as for one model. If all members change alike, the step is compiled
+    again. If members begin to differ in anything but numbers, the step raises.
 
-    A member whose gradients or curvature are not finite stands still for that step, whatever its ``on_nonfinite`` says; its
-    ``nonfinite_steps`` counts. The others go on.
+    A member whose gradients or curvature are not finite skips that step, whatever its ``on_nonfinite`` says; its
+    ``nonfinite_steps`` counts it. The others go on.
 
     Args:
         models: one per member.
         loss_fn: ``loss_fn(model, *batch) -> loss``, as for one model.
         optimizers: one per member.
-        batch_dims: the dimension of the batch's tensors that numbers the members, or None for a tensor that all share; one for
-            each tensor, or one for all.
-        how: ``"vmap"``, one graph whose tensors have a dimension for the members: fastest for small networks, whose kernels take
-            longer to start than to run. ``"abreast"``, the graph of one member, run for each of them, on a GPU side by side: for
-            convolutions, which vmap makes slow; on a CPU a member is bit for bit what it would be alone.
+        batch_dims: the dimension of the batch's tensors that indexes the members, or None if all members share a tensor. One
+            value for all tensors, or a sequence with one for each.
+        how: ``"vmap"`` runs one graph whose tensors have a dimension for the members: fastest for small networks, whose kernels
+            take longer to launch than to run. ``"abreast"`` runs the graph of one member for each of them, on a GPU in parallel:
+            for convolutions, which vmap makes slow. On a CPU a member is then bit for bit what it would be alone.
         backend, cuda_graph, options: as in :func:`hesscale.compile_step`.
 
     Example:
@@ -86,7 +86,7 @@ class Ensemble(CapturedStep):
 
     @property
     def modes(self) -> list[str]:
-        """How every kind of step has run, such as those with and without new curvature."""
+        """The modes of all kinds of step, such as those with and without new curvature."""
         graphs: list[Any] = [] if self.captured is None else self.captured.runners
         return sorted({step.mode.value for graph in graphs for step in graph.steps.values()}) or [self.mode]
 
@@ -111,11 +111,18 @@ class Ensemble(CapturedStep):
                 raise ValueError(f"member {k} differs from member 0, since this does not hold for it: {reason}")
             found.append(captured.inputs(function, model, given))
         graph: Any = found[0][0]
-        inputs = Inputs(tensors, signature, BatchSignature.of(given)[0], [inputs for _, inputs in found])
+
+        def is_unchanged(k: int) -> bool:
+            model = members.models[k]
+            if captured.failed_guard(function, model, given):
+                return False
+            return [*map(id, captured.inputs(function, model, given)[1])] == [*map(id, found[k][1])]
+
+        inputs = Inputs(tensors, signature, BatchSignature.of(given)[0], [inputs for _, inputs in found], is_unchanged)
         outputs = graph.run(options, inputs)
         if self.training.mode is not Mode.EAGER and not graph.forward.is_pure:
-            for k, model in enumerate(members.models):  # their attributes are set
-                graph.outputs = tuple([output[k] for output in outputs])
+            for k, model in enumerate(members.models):  # Dynamo's code sets the attributes that the model sets
+                graph.outputs = tuple([output[k].clone() for output in outputs])  # rows may interleave in memory
                 function(model, *signature.batch(members.part(tensors, k)))
             graph.outputs = ()
         losses: Tensor = outputs[graph.forward.loss]
@@ -129,7 +136,7 @@ class Ensemble(CapturedStep):
 
 
 class EnsembleStep(GraphStep):
-    """Steps of all members by one forward graph. Dynamo's code calls it with the inputs of one member, to set its attributes."""
+    """Steps of all members with one forward graph. Dynamo's code calls it for one member at a time, to set its attributes."""
 
     def __init__(
         self,
@@ -141,16 +148,22 @@ class EnsembleStep(GraphStep):
     ) -> None:
         super().__init__(forward, training, members.optimizers[0])
         self.members, self.loss_fn, self.kind = members, loss_fn, kind
-        self.outputs: tuple[Any, ...] = ()  # of the forward graph, for the member whose attributes are set
+        self.outputs: tuple[Any, ...] = ()  # of the forward graph, for the member whose attributes are being set
+        self.are_apart = True  # no member's step changes what the forward pass of another reads
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
         return self.outputs
 
     def eager(self, inputs: Inputs) -> tuple[Any, ...]:  # type: ignore[override]
-        losses = self.members.eager(self.loss_fn, inputs.batch, inputs.signature)
+        def check_member(k: int) -> None:
+            self.are_apart = self.are_apart and inputs.is_unchanged(k)
+
+        losses = self.members.eager(self.loss_fn, inputs.batch, inputs.signature, check_member)
         return tuple([losses if i == self.forward.loss else None for i in range(self.forward.outputs)])
 
     def obstacle(self, inputs: Inputs) -> str:  # type: ignore[override]
+        if not self.are_apart:
+            return "a member's step sets something that the next member reads"
         return obstacle_of([x for own in inputs.inputs for x in own])
 
     def new_program(self, inputs: Inputs) -> EnsembleProgram:  # type: ignore[override]

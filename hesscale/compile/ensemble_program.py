@@ -1,4 +1,4 @@
-"""The step of an ensemble as a program: one graph that is mapped over its members, or the graph of one, run for each."""
+"""The step of an ensemble as a program: one graph mapped over all members, or the graph of one member, run for each."""
 
 from __future__ import annotations
 
@@ -10,40 +10,42 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .aliasing import has_overlap
+from .aliasing import has_overlap, overlapping_group
 from .cuda_graph import empty_like
 from .fx_graphs import mutated_arguments
 from .graph_step import FunctionalStep
 from .make_fx import CannotTrace, trace
-from .members import Members
+from .members import Members, tensors_of
 from .program import Code, Program
 from .signature import BatchSignature, tensor_signature
 from .workarounds.vmap import functional
 
 
 class Inputs(NamedTuple):
-    """What a step of an ensemble takes.
+    """The inputs of a step of an ensemble.
 
     Attributes:
         batch: the tensors of the batch.
-        signature: of the batch.
-        first_part: the first member's part of the batch, which stands for the batch among the inputs of all members.
-        inputs: of the forward graph, for each member.
+        signature: the signature of the batch.
+        first_part: the first member's part of the batch. The inputs of every member hold it in place of that member's own part.
+        inputs: the inputs of the forward graph, for each member.
+        is_unchanged: tells in the middle of a step whether a member's forward graph still holds, with the same inputs.
     """
 
     batch: Sequence[Tensor]
     signature: BatchSignature
     first_part: Sequence[Tensor]
     inputs: Sequence[Sequence[Tensor]]
+    is_unchanged: Callable[[int], bool]
 
 
 class EnsembleProgram(Program):
     """The step of an ensemble.
 
     Args:
-        members: all of them.
-        steps: that of each.
-        inputs: what they take.
+        members: the models and optimizers.
+        steps: one per member.
+        inputs: the inputs of the steps.
     """
 
     def __init__(self, members: Members, steps: Sequence[FunctionalStep], inputs: Inputs) -> None:
@@ -56,38 +58,59 @@ class EnsembleProgram(Program):
         self.own = [i for i, shared in zip(own, is_shared, strict=True) if not shared]
         self.addresses: list[int] = []  # of the members' own tensors
         single = trace(self.first, self.first.arguments, constants=True)
-        if mutated_arguments(single) & {*self.shared}:
+        self.mutated = mutated_arguments(single)
+        of_all = {i for i, j in self.batch_places.items() if self.dims[j] is None}
+        if len(steps) > 1 and self.mutated & {*self.shared, *of_all}:
             raise CannotTrace("all members change one and the same tensor")
-        self.place_tensors()
+        self.storages: set[int] = set()  # of the members' own tensors that change
+        self.place_tensors(inputs.batch)
         arguments = self.arguments_for(inputs.batch)
         super().__init__(self.whole_graph(single, arguments), arguments)
 
     @abstractmethod
     def whole_graph(self, single: torch.fx.GraphModule, arguments: Sequence[Tensor]) -> torch.fx.GraphModule:
-        """What is compiled, made of the graph of the first member's step."""
+        """The graph to compile, made from that of the first member's step."""
 
     @abstractmethod
     def put_tensors(self) -> None:
-        """Bring the members' own tensors to where the program takes them from; they stay the same objects."""
+        """Move the members' own tensors to the memory where the program reads them; they stay the same objects."""
 
     @abstractmethod
     def arguments_for(self, batch: Sequence[Tensor]) -> list[Tensor]:
-        """What the step takes, with this batch."""
+        """The arguments of a step with this batch."""
 
     def places_of_batch(self, inputs: Inputs) -> dict[int, int]:
-        """Which arguments of a member's step are tensors of the batch, and which ones."""
+        """The index of each argument of a member's step that is a tensor of the batch, and the index of that tensor."""
         number = {id(tensor): j for j, tensor in enumerate(inputs.first_part)}
         return {i: number[id(x)] for i, x in enumerate(inputs.inputs[0]) if id(x) in number}
 
     def own_tensors(self, step: FunctionalStep) -> list[Tensor]:
         return [step.arguments[i] for i in self.own]
 
-    def place_tensors(self) -> None:
-        """Put tensors that have moved in their places again."""
-        if [*map(Tensor.data_ptr, chain.from_iterable(map(self.own_tensors, self.steps)))] != self.addresses:
+    def place_tensors(self, batch: Sequence[Tensor]) -> None:
+        """If any of the members' own tensors have moved, put them back where the program reads them."""
+        has_moved = self.own_addresses() != self.addresses
+        if has_moved:
+            self.storages = {*map(storage_address, self.changing_tensors())}
+        self.check_others(batch)
+        if has_moved:
             self.members.check_apart([self.own_tensors(step) for step in self.steps])
             self.put_tensors()
-            self.addresses = [*map(Tensor.data_ptr, chain.from_iterable(map(self.own_tensors, self.steps)))]
+            self.addresses = self.own_addresses()
+            self.storages = {*map(storage_address, self.changing_tensors())}
+
+    def own_addresses(self) -> list[int]:
+        return [*map(Tensor.data_ptr, chain.from_iterable(map(self.own_tensors, self.steps)))]
+
+    def changing_tensors(self) -> list[Tensor]:
+        return [step.arguments[i] for step in self.steps for i in self.own if i in self.mutated]
+
+    def check_others(self, batch: Sequence[Tensor]) -> None:
+        """Refuse a batch and shared tensors that lie where a member's step changes something: the next one would see that."""
+        others = [*batch, *[self.first.arguments[i] for i in self.shared]]
+        near = [tensor for tensor in others if storage_address(tensor) in self.storages]
+        if near and overlapping_group([near, self.changing_tensors()]) is not None:
+            raise CannotTrace("the batch, or a tensor that members share, lies in memory that a member changes")
 
     def fits(self, inputs: Inputs) -> bool:  # type: ignore[override]
         if not all(step.fits(found) for step, found in zip(self.steps, inputs.inputs, strict=True)):
@@ -97,7 +120,7 @@ class EnsembleProgram(Program):
         if any(step.arguments[i] is not self.first.arguments[i] for step in self.steps for i in self.shared):
             return False
         try:
-            self.place_tensors()
+            self.place_tensors(inputs.batch)
         except CannotTrace:
             return False
         self.arguments = self.arguments_for(inputs.batch)
@@ -118,23 +141,33 @@ class EnsembleProgram(Program):
 
 
 class StackedProgram(EnsembleProgram):
-    """Tensors of the members are rows of one tensor, and one graph is mapped over them by vmap."""
+    """The members' tensors are rows of one tensor, and vmap maps one graph over the rows."""
 
     def put_tensors(self) -> None:
         if self.shares_memory():
             raise CannotTrace("tensors of a member share memory, which vmap would take apart: use how='abreast'")
         if not self.addresses:
             self.stacks = {i: new_stack(self.first.arguments[i], len(self.steps)) for i in self.own}
+            self.visiting = [i for i in self.own if i < self.first.count and i not in self.mutated and not self.is_of_models(i)]
         for i, stack in self.stacks.items():
+            if i in self.visiting:
+                continue
             tensors = [step.arguments[i] for step in self.steps]
             rows = stack.unbind()
             if any(tensor.data_ptr() != row.data_ptr() for tensor, row in zip(tensors, rows, strict=True)):
-                stack.copy_(torch.stack([tensor.detach() for tensor in tensors]))  # a tensor may lie in the row of another
+                stack.copy_(torch.stack([tensor.detach() for tensor in tensors]))  # a tensor may be in another one's row
                 for tensor, row in zip(tensors, rows, strict=True):
                     tensor.data = row
 
+    def is_of_models(self, i: int) -> bool:
+        """Whether an argument is a parameter or buffer of each member; others may be views of what something else changes."""
+        pairs = zip(self.members.models, self.steps, strict=True)
+        return all(any(step.arguments[i] is tensor for tensor in tensors_of(model)) for model, step in pairs)
+
     def arguments_for(self, batch: Sequence[Tensor]) -> list[Tensor]:
         places = self.batch_places
+        for i in self.visiting:
+            self.stacks[i].copy_(torch.stack([step.arguments[i].detach() for step in self.steps]))
         shared = {i: self.first.arguments[i] for i in self.shared}
         given = {**self.stacks, **shared, **{i: batch[j] for i, j in places.items()}}
         return [given[i] for i in range(len(given))]
@@ -156,20 +189,24 @@ class StackedProgram(EnsembleProgram):
         return {*self.batch_places, *self.shared}
 
 
+def storage_address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
 def new_stack(like: Tensor, count: int) -> Tensor:
-    """A tensor with rows of the same shape and strides."""
+    """An empty tensor whose rows have the shape and strides of this one."""
     strides = torch.empty_like(like, device="meta").stride()
     return torch.empty_strided((count, *like.shape), (max(1, like.numel()), *strides), dtype=like.dtype, device=like.device)
 
 
 class SeparateProgram(EnsembleProgram):
-    """Members have tensors of their own, and the graph of one member is run for each; on a GPU side by side.
+    """Members have tensors of their own, and the graph of one member is run for each, on a GPU in parallel.
 
-    Its arguments are the members' own tensors, those that all of them share, and the batch.
+    The arguments are the members' own tensors, those that all of them share, and the batch.
     """
 
     def put_tensors(self) -> None:
-        """Give all the types and strides of the first member's, which the code is for."""
+        """Give the members' tensors the dtypes and strides of the first member's, for which the code is compiled."""
         for step in self.steps[1:]:
             for tensor, like in zip(self.own_tensors(step), self.own_tensors(self.first), strict=True):
                 if tensor_signature(tensor.detach()) != tensor_signature(like.detach()):
@@ -183,7 +220,7 @@ class SeparateProgram(EnsembleProgram):
         return single
 
     def part(self, arguments: Sequence[Tensor], k: int) -> list[Tensor]:
-        """What the step of member k takes."""
+        """The arguments of member k's step."""
         count, end = len(self.own), len(self.own) * len(self.steps)
         shared, batch = arguments[end : end + len(self.shared)], arguments[end + len(self.shared) :]
         own = arguments[k * count : (k + 1) * count]
@@ -210,7 +247,7 @@ class SeparateProgram(EnsembleProgram):
 
 
 def side_by_side(code: Code, parts: Sequence[Sequence[Tensor]], streams: Sequence[torch.cuda.Stream]) -> list[Sequence[Tensor]]:
-    """Run the first here and each of the others on a stream of its own, which begins where this one is, and is waited for."""
+    """Run the first on the current stream and each of the others on its own, which waits for the current one; then join all."""
     here = torch.cuda.current_stream()
     found = []
     for part, stream in zip(parts, [here, *streams], strict=True):

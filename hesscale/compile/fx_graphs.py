@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 
 def replace_node(node: Node, function: Callable[[Tensor], Tensor]) -> None:
-    """Put what a function makes of the node's first argument in the node's place."""
+    """Replace a node by the operators of a function, applied to the node's first argument."""
     like = node.meta["val"]
     piece = make_fx(function, tracing_mode="fake")(torch.empty(like.shape, dtype=like.dtype, device=like.device)).graph
     argument: Any = node.args[0]
@@ -25,7 +25,7 @@ def replace_node(node: Node, function: Callable[[Tensor], Tensor]) -> None:
 
 
 def arguments_in_place(node: Node) -> tuple[Node | None, list[Node]]:
-    """The argument that a node's result is a view of, and those that it writes to."""
+    """The argument that a node's result is a view of, and the arguments that the node writes to."""
     if node.target is operator.getitem:
         return node.all_input_nodes[0], []
     schema = getattr(node.target, "_schema", None)
@@ -39,7 +39,7 @@ def arguments_in_place(node: Node) -> tuple[Node | None, list[Node]]:
 
 
 def mutated_arguments(graph: GraphModule) -> set[int]:
-    """The numbers of those arguments of a graph that it changes in place, through views too."""
+    """The indices of the arguments that a graph changes in place, directly or through views."""
     base: dict[Node, Node] = {}
     mutated: set[Node] = set()
     for node in graph.graph.nodes:

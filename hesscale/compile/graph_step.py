@@ -1,9 +1,10 @@
-"""Training by one forward graph that TorchDynamo captured."""
+"""Training steps with one forward graph that TorchDynamo has captured."""
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import NonFiniteError
 from .aliasing import overlaps
 from .dynamo import ForwardGraph
 from .fx_graphs import mutated_arguments
@@ -20,19 +22,20 @@ from .program import Mode, Program
 from .signature import UNUSUAL, tensor_signature
 from .staged import StagedStep
 
-MAX_STEPS = 16  # of one forward graph, by options of the optimizer
+MAX_STEPS = 16  # kept for one forward graph, each for other options of the optimizer
 
 
 @dataclass
 class Training:
-    """What all graphs of a compiled step share.
+    """Settings and results that all graphs of a compiled step share.
 
     Attributes:
         backend: ``"inductor"``, ``"traced"`` or ``"eager"``.
         cuda_graph: whether to capture compiled steps in a CUDA graph.
-        mode, reason: how the last step ran, and why in no better way.
+        mode, reason: how the last step ran, and why it did not run in a faster mode.
         compilations: how many programs were made.
-        last: made the last step, unless that was in eager mode by the model's own code.
+        last: the object that made the last step; None if the model's own code ran in eager mode.
+        error: the error of a step that was left out. It is raised once the model's attributes are set.
     """
 
     backend: str
@@ -41,14 +44,15 @@ class Training:
     reason: str = ""
     compilations: int = 0
     last: StagedStep | None = None
+    error: NonFiniteError | None = None
 
 
 class GraphStep(ABC):
-    """Steps by one forward graph.
+    """Steps with one forward graph.
 
     Args:
         forward: the graph.
-        training: shared with the steps by other graphs.
+        training: shared with the steps of other graphs.
         optimizer: that of the model, or of the first of several models.
     """
 
@@ -59,11 +63,11 @@ class GraphStep(ABC):
         self.step: StagedStep | None = None
 
     def run(self, signature: object, inputs: Sequence[Any]) -> tuple[Any, ...]:
-        """Make a step; returns the outputs of the forward graph.
+        """Make a step and return the outputs of the forward graph.
 
         Args:
             signature: the options of the optimizer.
-            inputs: of the forward graph.
+            inputs: the inputs of the forward graph.
         """
         training = self.training
         if self.step is None or signature != self.signature:
@@ -74,10 +78,10 @@ class GraphStep(ABC):
         return outputs
 
     def step_for(self, signature: object) -> StagedStep:
-        """The step for such options of the optimizer; a new one takes the place of the oldest where there are too many."""
+        """The step for these options of the optimizer. If there are too many steps, a new one replaces the oldest."""
         try:
             found = self.steps.get(signature)
-        except TypeError:  # an option that cannot be a key
+        except TypeError:  # an option is not hashable
             return self.new_step("an option of the optimizer is neither a number nor hashable")
         if found is None:
             if len(self.steps) >= MAX_STEPS:
@@ -95,7 +99,7 @@ class GraphStep(ABC):
 
     @abstractmethod
     def obstacle(self, inputs: Sequence[Any]) -> str:
-        """Why no program can take such inputs; empty if one can."""
+        """Why no program can take these inputs; empty if one can."""
 
     @abstractmethod
     def new_program(self, inputs: Sequence[Any]) -> Program:
@@ -114,23 +118,31 @@ class GraphStep(ABC):
 
 
 class ModelStep(GraphStep):
-    """Steps of one model. Dynamo calls it with the inputs of the forward graph, while the guards of that hold."""
+    """Steps of one model. Dynamo calls it in place of the forward graph, with the graph's inputs, when its guards hold."""
 
     def __init__(self, forward: ForwardGraph, training: Training, model: nn.Module, optimizer: FunctionalOptimizer) -> None:
         super().__init__(forward, training, optimizer)
         self.model = model
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
-        return self.run(self.optimizer.signature(), inputs)
+        try:
+            return self.run(self.optimizer.signature(), inputs)
+        except NonFiniteError as error:
+            if "outputs" not in vars(error):
+                raise
+            self.training.error = error  # raised once Dynamo's code has set what the model keeps of the forward pass
+            return tuple(vars(error).pop("outputs"))
 
     def eager(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
-        """A step in eager mode, by the operators of the forward graph."""
+        """A step in eager mode, which runs the operators of the forward graph."""
         with torch.enable_grad():
             outputs = self.forward.run(*inputs)
         own = {id(p) for p in self.optimizer.parameters()}
         others = [x for x in inputs if isinstance(x, nn.Parameter) and x.requires_grad and id(x) not in own]
-        self.optimizer.train(outputs[self.forward.loss], others)
-        return tuple([output.detach() for output in outputs])
+        results = tuple([output.detach() for output in outputs])
+        with noting_outputs(results):
+            self.optimizer.train(outputs[self.forward.loss], others)
+        return results
 
     def obstacle(self, inputs: Sequence[Any]) -> str:
         return obstacle_of(inputs)
@@ -139,8 +151,18 @@ class ModelStep(GraphStep):
         return ModelProgram(FunctionalStep(self.forward, self.optimizer, inputs), self.model)
 
 
+@contextlib.contextmanager
+def noting_outputs(outputs: tuple[Any, ...]) -> Iterator[None]:
+    """Give a NonFiniteError the outputs of the forward pass, which was made."""
+    try:
+        yield
+    except NonFiniteError as error:
+        vars(error)["outputs"] = outputs
+        raise
+
+
 def obstacle_of(inputs: Sequence[Any]) -> str:
-    """Why no program can take such inputs."""
+    """Why no program can take these inputs; empty if one can."""
     if not all(isinstance(x, Tensor) for x in inputs):
         return "it reads a value of Python that changes at every step; pass that as a tensor"
     if any(tensor_signature(x.detach()) is None or (x.requires_grad and type(x) is not nn.Parameter) for x in inputs):
@@ -149,17 +171,17 @@ def obstacle_of(inputs: Sequence[Any]) -> str:
 
 
 class FunctionalStep:
-    """A step by a forward graph as a function of tensors, for the parameters and the state that the optimizer has now.
+    """A step with a forward graph as a function of tensors, for the parameters and the state that the optimizer has now.
 
     Args:
         forward: the graph.
-        optimizer: trains.
-        inputs: of the graph: parameters, buffers, the batch and what else it reads.
+        optimizer: trains the graph's parameters.
+        inputs: the inputs of the graph: parameters, buffers, the batch and all other tensors that it reads.
 
     Attributes:
-        arguments: what it takes now: the inputs, the optimizer's state and counters, and those of its numbers that change.
-        count: how many of these are inputs.
-        roles: which of the optimizer's parameters each input is; None if it is not trained.
+        arguments: the tensors of the next call: the inputs, the optimizer's state and counters, and its numbers that change.
+        count: how many of the arguments are inputs.
+        roles: for each input, its index among the optimizer's parameters; None if it is not trained.
     """
 
     def __init__(self, forward: ForwardGraph, optimizer: FunctionalOptimizer, inputs: Sequence[Tensor]) -> None:
@@ -174,10 +196,11 @@ class FunctionalStep:
         if not self.parameters:
             raise CannotTrace("the loss depends on none of the optimizer's parameters")
         self.requires_grad = [x.requires_grad for x in inputs]
+        self.are_frozen = [isinstance(x, nn.Parameter) and not x.requires_grad for x in inputs]
         self.use_layout(optimizer.layout(self.parameters), inputs)
 
     def use_layout(self, layout: Layout, inputs: Sequence[Tensor]) -> None:
-        """Take the optimizer's tensors in this order."""
+        """Pass the optimizer's tensors in the order of this layout."""
         self.layout, self.state = layout, self.optimizer.tensors(layout, self.parameters)
         self.state_signatures, self.state_ids = signatures(self.state), self.optimizer.state_identities()
         self.arguments = [*inputs, *self.state, *self.numbers()]
@@ -186,21 +209,26 @@ class FunctionalStep:
         return self.optimizer.hyperparameters.argument_tensors(self.parameters[0])
 
     def __call__(self, *given: Tensor) -> list[Tensor]:
-        """One step on stand-ins for the arguments; returns the outputs of the forward graph, and η."""
+        """Make one step on stand-ins for the arguments, and return the outputs of the forward graph, and η."""
         state, numbers = given[self.count : self.count + len(self.state)], given[self.count + len(self.state) :]
         pairs = zip(given[: self.count], self.requires_grad, strict=True)
         inputs = [x.detach().requires_grad_() if requires_grad else x for x, requires_grad in pairs]
+        for x in compress(inputs, self.are_frozen):
+            x._is_param = True  # so that it is an nn.Parameter too, where the head ends
         stand_ins = dict(zip(self.parameters, compress(inputs, self.trained), strict=True))
         with self.optimizer.holding(stand_ins, self.layout, iter(state), numbers):
             with torch.enable_grad():
                 outputs = self.forward.run(*inputs)
             loss = outputs[self.forward.loss]
+            known = {id(loss), *map(id, inputs)}  # an input itself, changed in place, takes the place of what it was
+            if {*map(storage_of, inputs)} & {storage_of(output) for output in outputs if id(output) not in known}:
+                raise CannotTrace("the model keeps a view of one of its tensors or of the batch, which is to follow that")
             results = [output.detach() if output is loss else output.detach().clone() for output in outputs]
             etas = self.optimizer.train(loss)
             return [*results, *[loss.new_ones(()) if eta is None else eta.detach() for eta in etas]]
 
     def fits(self, inputs: Sequence[Any]) -> bool:
-        """Whether it can take these inputs; if so, ``arguments`` are now with them."""
+        """Whether it can take these inputs. If so, put them in ``arguments``."""
         optimizer, number = self.optimizer, self.index.get
         if [*map(id, optimizer.parameters())] != self.ids or [*map(number, map(id, inputs))] != self.roles:
             return False
@@ -208,7 +236,7 @@ class FunctionalStep:
             optimizer.prepare()
             try:
                 state = optimizer.tensors(self.layout, self.parameters)
-            except KeyError:  # some are gone
+            except KeyError:  # some of the state is gone
                 return False
             if signatures(state) != self.state_signatures:
                 return False
@@ -218,15 +246,19 @@ class FunctionalStep:
 
     @property
     def repeats_itself(self) -> bool:
-        """Whether all steps are the same: Dynamo's code does nothing besides, and none leaves curvature out."""
+        """Whether all steps do the same: Dynamo's code has no side effects, and no step leaves curvature out."""
         return self.forward.is_pure and self.optimizer.repeats_itself
 
     def warmed_up(self, arguments: Sequence[Tensor], steps: float) -> list[Tensor]:
-        """Arguments after so many more steps with curvature: before ``curvature_warmup`` is over, weights do not move."""
+        """The arguments as if so many more steps with curvature had been made: weights move only after ``curvature_warmup``."""
         names = [""] * self.count + [name for _, names in self.layout.state for name in names]
         names += [""] * (len(arguments) - len(names))
         pairs = zip(names, arguments, strict=True)
         return [x + steps if steps and name == "curvature_step" else x for name, x in pairs]
+
+
+def storage_of(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
 
 
 def signatures(tensors: Sequence[Tensor]) -> list[object]:
@@ -242,7 +274,7 @@ class ModelProgram(Program):
         mutated = mutated_arguments(self.graph)
         self.mutated = sorted(mutated)
         self.read_only = [i for i in range(step.count) if i not in mutated]
-        self.addresses: list[int] = []  # of what it changes
+        self.addresses: list[int] = []  # of the arguments that it changes
         self.storages: set[int] = set()
 
     def fits(self, inputs: Sequence[Any]) -> bool:
@@ -252,7 +284,7 @@ class ModelProgram(Program):
         return self.mode is Mode.TRACED or not self.has_new_overlap()
 
     def has_new_overlap(self) -> bool:
-        """Whether what it changes has come to share memory with another argument; quick where nothing has moved."""
+        """Whether an argument that it changes now shares memory with another one; quick if no tensor has moved."""
         arguments = self.arguments
         addresses = [*map(Tensor.data_ptr, map(arguments.__getitem__, self.mutated))]
         if addresses != self.addresses:
@@ -270,27 +302,29 @@ class ModelProgram(Program):
         return self.step.warmed_up(self.arguments, self.step.optimizer.curvature_warmup)
 
     def copied_arguments(self, moved: set[int]) -> set[int]:
-        """Parameters, and what it changes, are taken from where they are; so are buffers, unless one has moved."""
+        """All but parameters, the tensors that the step changes, and buffers that have not moved: those are read in place."""
         stay = {id(buffer) for buffer in self.model.buffers()}
         stay -= {id(self.arguments[i]) for i in moved}
         inputs = [(i, self.arguments[i]) for i in self.read_only]
         return {i for i, x in inputs if id(x) not in stay and not isinstance(x, nn.Parameter)}
 
     def finish(self, results: Sequence[Any]) -> tuple[Any, ...]:
-        outputs = self.step.forward.outputs
-        self.step.optimizer.record_step(results[outputs:])
-        return tuple(results[:outputs])
+        count = self.step.forward.outputs
+        outputs = tuple(results[:count])
+        with noting_outputs(outputs):
+            self.step.optimizer.record_step(results[count:])
+        return outputs
 
     def repetition(self, batch: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], Tensor] | None:
         step, loss = self.step, self.step.forward.loss
         inputs, rest = self.arguments[: step.count], self.arguments[step.count :]
         place = {id(x): i for i, x in enumerate(inputs)}
-        if not step.repeats_itself or len(place) < step.count:  # a tensor of the batch may be more than that
+        if not step.repeats_itself or len(place) < step.count:  # a tensor of the batch may also be another input
             return None
         places = [place.get(id(tensor)) for tensor in batch]
         addresses = {x.data_ptr() for x in inputs}
         if any(i is None and tensor.data_ptr() in addresses for i, tensor in zip(places, batch, strict=True)):
-            return None  # it is read, by another tensor object
+            return None  # the graph reads it through another tensor object
 
         def repeat(given: Sequence[Tensor]) -> Tensor:
             arguments = [*inputs, *rest]

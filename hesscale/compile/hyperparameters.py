@@ -1,4 +1,4 @@
-"""An optimizer's options in a graph. A number is a constant until it first changes, and an argument from then on."""
+"""An optimizer's options in a graph. A number is a constant of the graph until it first changes, and an argument from then on."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ..optim import CurvatureOptimizer
 
-Option = tuple[int, str, int | None]  # the number of the parameter group, the option's name, and the place in a tuple
+Option = tuple[int, str, int | None]  # the index of the parameter group, the option's name, and the index in a tuple
 
-# what groups hold besides options: their parameters, a counter, and what schedulers keep there
+# entries of a group that are not options: its parameters, a counter, and what schedulers store there
 SCHEDULER_KEYS = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr")
 NO_OPTIONS = frozenset(("params", "param_names", "step_count", *SCHEDULER_KEYS))
 
@@ -28,12 +28,12 @@ class Hyperparameters:
         self.arguments: list[Option] = []
         self.constants: tuple[object, ...] = ()
         self.getters: list[Callable[[dict[str, Any]], Any]] = []
-        self.has_lists = False  # a list may change in place, so it has to be read every time
+        self.has_lists = False  # a list may change in place, so its entries have to be read every time
         self.last: list[Any] = []
         self.tensors: dict[Option, tuple[Any, Tensor]] = {}  # the value that each argument was last set to, and its tensor
 
     def read(self) -> tuple[object, ...]:
-        """What the optimizer's options are now: a key for the graph, in which arguments stand without their values."""
+        """The optimizer's options as a key for the graph: the values of constants, and which options are arguments."""
         groups = self.optimizer.param_groups
         if self.has_lists or len(groups) != len(self.getters) or self.snapshot() != self.last:
             options = [[name for name in group if name not in NO_OPTIONS] for group in groups]
@@ -51,7 +51,7 @@ class Hyperparameters:
         return [(len(group["params"]), len(group), getter(group)) for getter, group in pairs]
 
     def divide(self, values: dict[Option, Any], more_arguments: Collection[Option] = ()) -> None:
-        """Make arguments of step sizes, tensors, and every number that has changed, now or earlier."""
+        """Turn step sizes, tensors, and every number that has ever changed into arguments; the other options stay constants."""
         changed = {*self.arguments, *more_arguments}
         changed.update(option for option, value in values.items() if has_changed(self.values.get(option), value))
         whole = {option[:2] for option in changed}  # torch's Adam takes either all or none of a tuple as tensors
@@ -65,7 +65,7 @@ class Hyperparameters:
         )
 
     def argument_tensors(self, like: Tensor) -> list[Tensor]:
-        """The arguments as 0-d tensors, which stay at the same place in memory."""
+        """The arguments as 0-d tensors, which stay at the same address."""
         return [self.argument_tensor(option, like) for option in self.arguments]
 
     def argument_tensor(self, option: Option, like: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ class Hyperparameters:
         return tensor
 
     def substitute(self, tensors: Sequence[Tensor], groups: list[dict[str, Any]]) -> None:
-        """Put tensors in place of the numbers that are arguments."""
+        """Replace the numbers that are arguments by these tensors."""
         for (i, name, k), tensor in zip(self.arguments, tensors, strict=True):
             value = groups[i][name]
             groups[i][name] = tensor if k is None else tuple([tensor if j == k else v for j, v in enumerate(value)])

@@ -17,14 +17,14 @@ from .workarounds.draw_order import separate_draws
 
 
 def compile_graph(graph: GraphModule, tensors: Sequence[Tensor]) -> Callable[..., Any]:
-    """TorchInductor's code for a flat graph and tensors like these; random numbers are those of eager mode."""
+    """TorchInductor's code for a flat graph and tensors like these. It draws the same random numbers as eager mode."""
     from torch import _inductor
     from torch._inductor import config
 
-    unchecked = [name for name in ("size_asserts", "alignment_asserts") if hasattr(config, name)]  # the caller sees to that
+    unchecked = [name for name in ("size_asserts", "alignment_asserts") if hasattr(config, name)]  # the caller checks
     options: dict[str, Any] = {"fallback_random": True, **dict.fromkeys(unchecked, False)}
-    faster = "combo_kernels" if tensors[0].is_cuda else "cpp_wrapper"  # small kernels in one; calls to kernels without Python
-    with contextlib.suppress(Exception):  # which not every graph allows
+    faster = "combo_kernels" if tensors[0].is_cuda else "cpp_wrapper"  # fuses small kernels; calls kernels from C++
+    with contextlib.suppress(Exception):  # not every graph can be compiled with it
         return checked(_inductor.compile, graph, tensors, {**options, faster: True})
     return checked(_inductor.compile, graph, tensors, options)
 
@@ -33,7 +33,7 @@ MAX_CHECKED = 2**30  # bytes
 
 
 def checked(compiler: Any, graph: GraphModule, tensors: Sequence[Tensor], options: dict[str, Any]) -> Callable[..., Any]:
-    """Code that has been seen to do what the graph does, but for rounding."""
+    """Compiled code, after a check that it does what the graph does, except for rounding."""
     with torch.no_grad():
         apart, draws = separate_draws(graph)
         code: Callable[..., Any] = compiler(
@@ -51,7 +51,7 @@ def checked(compiler: Any, graph: GraphModule, tensors: Sequence[Tensor], option
 
 @contextlib.contextmanager
 def whole_precision() -> Iterator[None]:
-    """Without TF32, whose rounding depends on the kernel that is chosen and hides what else differs."""
+    """Without TF32: its rounding depends on the kernel that is chosen, and would hide other differences."""
     cuda: Any = torch.backends.cuda
     cudnn: Any = torch.backends.cudnn
     kinds = cuda.matmul, cudnn.conv, cudnn.rnn
@@ -66,7 +66,7 @@ def whole_precision() -> Iterator[None]:
 
 
 def outcome(run: Callable[..., Any], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """What a graph returns, and what it makes of its arguments, which are put back. Copies are on the CPU, to spare a GPU."""
+    """What a graph returns, and its arguments after the run; they are restored. Copies are on the CPU, to spare GPU memory."""
     before = on_cpu(tensors)
     try:
         with torch.random.fork_rng({tensor.device for tensor in tensors if tensor.is_cuda}):
@@ -74,8 +74,13 @@ def outcome(run: Callable[..., Any], tensors: Sequence[Tensor]) -> list[Tensor]:
             return on_cpu([*run(*tensors), *tensors])
     finally:
         for tensor, value in zip(tensors, before, strict=True):
-            if torch._debug_has_internal_overlap(tensor) != 1:  # which nothing can write to
+            if not has_same_bytes(tensor, value):  # the memory of a batch may be read-only
                 tensor.copy_(value)
+
+
+def has_same_bytes(tensor: Tensor, value: Tensor) -> bool:
+    now, before = (x.cpu().contiguous().reshape(-1).view(torch.uint8) for x in (tensor, value))
+    return torch.equal(now, before)
 
 
 def on_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:

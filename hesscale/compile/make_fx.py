@@ -1,9 +1,10 @@
-"""A function that runs the engine, as one flat graph of tensor operations with no autograd left in it."""
+"""Traces a function that runs the engine into one flat graph of tensor operations, without autograd."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ from torch.utils import _pytree as pytree
 from ..errors import NeedsEagerPass
 from .workarounds.strides import without_strides
 
+TRACING = threading.RLock()  # what must hold while a graph is captured or recorded holds for all threads
+
 
 class CannotTrace(RuntimeError):
     """A function does something that no flat graph of tensor operations can hold."""
@@ -28,13 +31,13 @@ def trace(function: Callable[..., Any], tensors: Sequence[Tensor], *, constants:
     """Record what ``function(*tensors)`` does, in-place changes to its arguments included, without running it on real data.
 
     Args:
-        function: looks at no values, and uses no tensors besides its arguments.
+        function: does not read the values of tensors, and uses no tensors besides its arguments.
         tensors: examples of its arguments.
-        constants: the graph may hold tensors made of Python's data, because that is known not to change.
+        constants: the graph may hold tensors made from Python data, because the data is known not to change.
 
     Raises:
-        CannotTrace: where the function looks at values, or uses tensors that are not among its arguments.
-        NeedsEagerPass: where the engine has to see real numbers first.
+        CannotTrace: if the function reads values, or uses tensors that are not among its arguments.
+        NeedsEagerPass: if the engine has to see real numbers first.
     """
 
     def checked(*given: Tensor) -> Any:
@@ -42,11 +45,11 @@ def trace(function: Callable[..., Any], tensors: Sequence[Tensor], *, constants:
             return function(*given)
 
     try:
-        with while_tracing(), noted_seeds() as seeds:
+        with TRACING, while_tracing(), noted_seeds() as seeds:
             graph = make_fx(checked, tracing_mode="fake")(*[tensor.detach() for tensor in tensors])
     except (NeedsEagerPass, CannotTrace):
         raise
-    except Exception as error:  # of whatever kind: the same function has run on real tensors
+    except Exception as error:  # any kind: the function has run on real tensors, so tracing is the cause
         raise CannotTrace(reason_of(error)) from error
     for node in graph.graph.nodes:
         if node.target is torch.ops.aten._local_scalar_dense.default:
@@ -59,19 +62,19 @@ def trace(function: Callable[..., Any], tensors: Sequence[Tensor], *, constants:
 
 
 def can_be_constant(value: Any, constants: bool) -> bool:
-    """Numbers such as ``torch.tensor(0.5)`` always can."""
+    """Whether the graph may hold this tensor. It may always hold a single number, such as ``torch.tensor(0.5)``."""
     return isinstance(value, Tensor) and not isinstance(value, FakeTensor) and (constants or value.dim() == 0)
 
 
 @contextlib.contextmanager
 def while_tracing() -> Iterator[None]:
-    """What must hold while a graph is recorded: hooks run in this thread, nothing looks at values, operators are plain ones."""
+    """Settings while a graph is recorded: hooks run in this thread, nothing reads values, and fused CPU kernels are off."""
     validates = Distribution._validate_args
     compiling = torch.compiler._is_compiling_flag
     fuses = torch._C._get_mkldnn_enabled()
     Distribution.set_default_validate_args(False)
-    torch._C._set_mkldnn_enabled(False)  # recurrent layers in one piece, whose workspace no graph could hold
-    torch.compiler._is_compiling_flag = True  # what torch's optimizers and ours ask before they look at a number
+    torch._C._set_mkldnn_enabled(False)  # it fuses recurrent layers, and no graph could hold their workspace
+    torch.compiler._is_compiling_flag = True  # torch's optimizers and ours ask for it before they read a number
     try:
         with torch.autograd.set_multithreading_enabled(False), torch.no_grad():
             yield
@@ -83,7 +86,7 @@ def while_tracing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def noted_seeds() -> Iterator[list[str]]:
-    """Calls that set the state which random numbers come from; a graph would not repeat them."""
+    """A list of the calls in the block that set the state of a random number generator; a graph would not repeat them."""
     seen: list[str] = []
 
     def noted(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -106,13 +109,13 @@ def noted_seeds() -> Iterator[list[str]]:
             setattr(*place, function)
 
 
-ACCESS = {"__get__", "__set__", "__delete__"}  # of attributes, such as requires_grad
+ACCESS = {"__get__", "__set__", "__delete__"}  # access to attributes, such as requires_grad
 
 
 class TraceChecks(TorchFunctionMode):
-    """Sees what a trace would miss, a look at a tensor from outside, and takes operators on lists of tensors apart.
+    """Refuses tensors from outside, which a trace would not notice, and splits foreach operators into one call per tensor.
 
-    vmap cannot map those, and TorchInductor does better without: what it makes of them is sometimes wrong on a GPU.
+    vmap cannot map foreach operators, and TorchInductor's code for them is sometimes wrong on a GPU.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -129,17 +132,17 @@ class TraceChecks(TorchFunctionMode):
 
 
 def is_real(value: Any) -> bool:
-    """Whether a value is a tensor with numbers in it, which does not belong into a trace."""
+    """Whether a value is a tensor with real numbers in it, which does not belong in a trace."""
     if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
         return False
     return not torch._C._functorch.is_functorch_wrapped_tensor(value)
 
 
-CLAMPS = {"maximum": "clamp_min", "minimum": "clamp_max"}  # by numbers
+CLAMPS = {"maximum": "clamp_min", "minimum": "clamp_max"}  # if the other operand is a number
 
 
 def apply_to_each(name: str, *args: Any, **kwargs: Any) -> list[Tensor] | None:
-    """A foreach operator by the one of its name for single tensors; what is no list is the same for all."""
+    """Apply the operator of this name to each tensor, as ``_foreach_<name>`` does; an argument that is not a list serves all."""
     in_place = name.endswith("_")
     given = list(args)
     if name.startswith(("addcmul", "addcdiv")) and len(given) == 4:
@@ -163,7 +166,7 @@ def written_back(name: str, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def reason_of(error: Exception) -> str:
-    """In a line, why a function cannot be traced."""
+    """Why a function cannot be traced, in one line."""
     text = f"{type(error).__name__}: {error}"
     return next((reason for sign, reason in REASONS.items() if sign in text), text.partition("\n")[0])
 

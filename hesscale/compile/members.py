@@ -23,7 +23,7 @@ class Members:
     Args:
         models: one per member.
         optimizers: one per member.
-        batch_dims: of the tensors of a batch: the dimension that numbers the members, or None for one that all share.
+        batch_dims: the dimension of the batch's tensors that indexes the members, or None if all members share a tensor.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Members:
                 raise ValueError(f"member {k} has options that differ from member 0's but cannot: {', '.join(differing)}")
 
     def signature(self) -> tuple[object, ...]:
-        """Options of the optimizers, alike once all numbers that differ between members are arguments."""
+        """The options of the optimizers, which are the same once every number that differs between members is an argument."""
         self.check_phases()
         found = [optimizer.signature() for optimizer in self.optimizers]
         if any(other != found[0] for other in found):
@@ -98,7 +98,7 @@ class Members:
         return max([optimizer.curvature_warmup for optimizer in self.optimizers])
 
     def check_apart(self, tensors: Sequence[Sequence[Tensor]]) -> None:
-        """No tensor of a member may lie where one of another does: both would change it."""
+        """Refuse tensors of two members that share memory: both members would change them."""
         if (k := overlapping_group(tensors)) is not None:
             raise ValueError(
                 f"member {k} shares memory of parameters, buffers or its optimizer's state with a member before it; give each "
@@ -108,7 +108,7 @@ class Members:
     # -------------------------------------------------------------------------------------------------------------- batch
 
     def dims(self, tensors: Sequence[object]) -> list[int | None]:
-        """The dimension of each tensor of a batch that numbers the members."""
+        """For each tensor of a batch, the dimension that indexes the members."""
         if not isinstance(self.batch_dims, Sequence):
             return [self.batch_dims] * len(tensors)
         if len(self.batch_dims) != len(tensors):
@@ -129,13 +129,23 @@ class Members:
 
     # -------------------------------------------------------------------------------------------------------------- steps
 
-    def eager(self, loss_fn: Callable[..., Tensor], tensors: Sequence[Tensor], signature: BatchSignature) -> Tensor:
-        """A step of each member in turn; returns their losses. One that meets a non-finite number stands still."""
+    def eager(
+        self,
+        loss_fn: Callable[..., Tensor],
+        tensors: Sequence[Tensor],
+        signature: BatchSignature,
+        before_each: Callable[[int], None] = lambda k: None,
+    ) -> Tensor:
+        """Make a step of each member in turn, and return their losses. A member with a non-finite number skips its step.
+
+        ``before_each`` is called with the number of each member before its step.
+        """
         self.check_alike()
         pairs = list(zip(self.models, self.optimizers, strict=True))
         self.check_apart([[*tensors_of(model), *optimizer.all_tensors()] for model, optimizer in pairs])
         losses = []
         for k, (model, optimizer) in enumerate(pairs):
+            before_each(k)
             ours = optimizer.optimizer
             with ours.without_nonfinite_errors() if isinstance(ours, CurvatureOptimizer) else nullcontext():
                 losses.append(optimizer.train_model(model, loss_fn, signature.batch(self.part(tensors, k))))
@@ -150,7 +160,7 @@ class Members:
         self.align()
 
     def align(self) -> None:
-        """Members that stood still count the step too, so that curvature is due for all at the same time."""
+        """Members that skipped the step count it too, so curvature stays due for all members at the same steps."""
         groups = [optimizer.optimizer.param_groups for optimizer in self.optimizers]
         for same in zip(*groups, strict=True):
             if "step_count" in same[0]:
@@ -169,7 +179,7 @@ def architecture(model: nn.Module) -> object:
 
 
 def make_alike(model: nn.Module, first: nn.Module) -> None:
-    """Give a model the strides of another, and the classes that parametrizations make for each module anew."""
+    """Give a model's tensors the strides of another's, and its parametrized modules the classes that torch made for the other."""
     for tensor, like in zip(tensors_of(model), tensors_of(first), strict=True):
         if tensor.stride() != like.stride():
             tensor.data = empty_like(like).copy_(tensor.detach())
@@ -179,7 +189,7 @@ def make_alike(model: nn.Module, first: nn.Module) -> None:
 
 
 def groups_of(optimizer: FunctionalOptimizer, model: nn.Module) -> list[list[int]]:
-    """Which parameters of the model each group has, by number."""
+    """For each group, the indices of its parameters in the model."""
     place = {id(p): i for i, p in enumerate(model.parameters())}
     if others := [p for p in optimizer.parameters() if id(p) not in place]:
         shapes = ", ".join(str(tuple(p.shape)) for p in others[:3])

@@ -1,4 +1,4 @@
-"""An optimizer as a function of tensors: parameters, state and hyperparameters are passed in, and changed in place."""
+"""An optimizer as a function of tensors: a step takes parameters, state and hyperparameters, and changes them in place."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .signature import PLAIN
 
 
 class Layout(NamedTuple):
-    """The tensors that an optimizer keeps: the names of each parameter's state, and of its counters."""
+    """The tensors that an optimizer keeps: the names of each parameter's state, and the names of its counters."""
 
     state: list[tuple[int, tuple[str, ...]]]
     counters: list[str]
@@ -45,7 +45,7 @@ class FunctionalOptimizer:
         self.optimizer, self.options = optimizer, options
         self.hyperparameters = Hyperparameters(optimizer)
         self.attribute_types: list[object] = []
-        self.option_names: tuple[str, ...] = ()  # of attributes
+        self.option_names: tuple[str, ...] = ()  # the attributes that are options
         self.has_curvature = isinstance(optimizer, CurvatureOptimizer)
         if isinstance(optimizer, CurvatureOptimizer):
             optimizer.unpack()
@@ -54,7 +54,7 @@ class FunctionalOptimizer:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def signature(self) -> tuple[object, ...]:
-        """All that is no tensor and decides what a step does."""
+        """Everything that decides what a step does and is not a tensor."""
         optimizer = self.optimizer
         return (
             self.hyperparameters.read(),
@@ -68,7 +68,7 @@ class FunctionalOptimizer:
         )
 
     def attributes(self) -> tuple[object, ...]:
-        """Options of the optimizer as a whole: public attributes that are plain values."""
+        """The options of the whole optimizer: its public attributes that are plain values."""
         held = vars(self.optimizer)
         types = [*held, *map(type, held.values())]
         if types != self.attribute_types:
@@ -82,7 +82,7 @@ class FunctionalOptimizer:
         return bool(own or torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks)
 
     def has_own_step(self) -> bool:
-        """Whether its step is not that of a class of torch's or ours; schedulers wrap it, which changes nothing."""
+        """Whether its step is code that is neither torch's nor ours. A scheduler wraps the step, but that does not count."""
         step = vars(self.optimizer).get("step")
         is_known = type(self.optimizer).__module__.partition(".")[0] in ("torch", "hesscale")
         return not is_known or (step is not None and not getattr(step, "_wrapped_by_lr_sched", False))
@@ -91,7 +91,7 @@ class FunctionalOptimizer:
         return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self.parameters())
 
     def obstacle(self) -> str:
-        """Why a step cannot be traced, as far as that is known beforehand."""
+        """Why a step cannot be traced, as far as that is known before trying; empty if nothing is known."""
         if self.has_step_hooks():
             return "the optimizer has step hooks, which no graph would call"
         if self.has_own_step():
@@ -110,9 +110,9 @@ class FunctionalOptimizer:
         return getattr(self.optimizer, "curvature_every", 1) == 1
 
     def train(self, loss: Tensor, other_leaves: Iterable[Tensor] = ()) -> list[Tensor | None]:
-        """Make one step by the gradients of a loss, and return its η.
+        """Make one step with the gradients of a loss, and return its η.
 
-        Gradients do not stay in ``.grad``; those of ``other_leaves``, which are another optimizer's, are left as they were.
+        Gradients do not stay in ``.grad``. The ``.grad`` of ``other_leaves``, which another optimizer trains, is left as it was.
         """
         check_loss(loss)
         others = [(leaf, leaf.grad) for leaf in other_leaves]
@@ -132,7 +132,7 @@ class FunctionalOptimizer:
         return getattr(self.optimizer, "eta", [])
 
     def train_model(self, model: nn.Module, loss_fn: Callable[..., Tensor], batch: Sequence[Any]) -> Tensor:
-        """Make one step of a model in eager mode, by its own code; returns the loss."""
+        """Make one step of a model in eager mode, with its own code, and return the loss."""
         with torch.enable_grad():
             loss = loss_fn(model, *batch)
         own = {id(p) for p in self.parameters()}
@@ -140,16 +140,16 @@ class FunctionalOptimizer:
         return loss.detach()
 
     def record_step(self, etas: Sequence[Tensor], report: bool = True) -> None:
-        """Count a step that a graph has made; with ``report``, raise if it was left out because of a non-finite number."""
+        """Count a step that a graph has made. With ``report``, raise if it was skipped because of a non-finite number."""
         optimizer = self.optimizer
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask for this
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers check this
         if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
             optimizer.zero_grad()
         if isinstance(optimizer, CurvatureOptimizer):
             optimizer.record_compiled_step(etas, report=report)
 
     def prepare(self) -> None:
-        """Bring the state to where a graph can change it in place: one tensor per parameter, on the parameter's device."""
+        """Put the state where a graph can change it in place: in one tensor per parameter, on the parameter's device."""
         if isinstance(self.optimizer, CurvatureOptimizer):
             self.optimizer.unpack()
         for p, entries in self.optimizer.state.items():
@@ -171,7 +171,7 @@ class FunctionalOptimizer:
         return [*chain.from_iterable(kept), *[counters[name] for name in layout.counters]]
 
     def state_identities(self) -> list[int]:
-        """Which objects the state consists of: quicker to read than :meth:`tensors`, which looks up every parameter."""
+        """The ids of all objects in the state. It is faster than :meth:`tensors`, which looks up every parameter."""
         state = self.optimizer.state
         values = chain.from_iterable([entries.values() for entries in state.values()])
         return [*map(id, state), *map(id, values), *map(id, self.counters.values())]
@@ -193,18 +193,18 @@ class FunctionalOptimizer:
     def holding(
         self, stand_ins: Mapping[Tensor, Tensor], layout: Layout, tensors: Iterator[Tensor], numbers: Sequence[Tensor]
     ) -> Iterator[None]:
-        """The optimizer with stand-ins for its parameters, state and numbers, which it changes in place.
+        """Inside the block, the optimizer holds stand-ins for its parameters, state and numbers, and changes them in place.
 
         Parameters without a stand-in take no part.
 
         Raises:
-            NeedsEagerPass: where the optimizer makes state that was not there.
-            CannotTrace: where it changes a number that is not a tensor.
+            NeedsEagerPass: if the optimizer creates state that was not there.
+            CannotTrace: if it changes a number that is not a tensor.
         """
         optimizer, counters = self.optimizer, self.counters
         attributes, counters_before = dict(optimizer.__dict__), dict(counters)
         groups = [{**g, "params": [stand_ins[p] for p in g["params"] if p in stand_ins]} for g in optimizer.param_groups]
-        if not isinstance(optimizer, CurvatureOptimizer):  # how torch's optimizers take numbers that are tensors
+        if not isinstance(optimizer, CurvatureOptimizer):  # with these options, torch's optimizers accept tensors as numbers
             groups = [
                 {**group, **{name: GRAPH_OPTIONS[name] for name in GRAPH_OPTIONS.keys() & group.keys()}} for group in groups
             ]
@@ -234,7 +234,7 @@ GRAPH_OPTIONS = {"capturable": True, "foreach": True, "fused": False}
 
 
 def check_in_place(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
-    """Check that a step has changed its tensors in place, has made no others, and counts in tensors alone."""
+    """Check that a step has changed its tensors in place, has created no others, and counts only in tensors."""
     if len(found) != len(expected):
         raise NeedsEagerPass("the optimizer has yet to make some of its state")
     for now, before in zip(found, expected, strict=True):

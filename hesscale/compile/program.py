@@ -27,45 +27,45 @@ class Mode(Enum):
 
 
 class Program(ABC):
-    """A step as a flat graph, as TorchInductor's code for that, or as a CUDA graph of this code.
+    """A step as a flat graph, as TorchInductor's code for that graph, or as a CUDA graph of the code.
 
     Args:
         graph: takes all tensors that a step reads or changes, and changes them in place.
-        arguments: what a step takes now.
+        arguments: the tensors to call the graph with at the next step.
     """
 
     def __init__(self, graph: GraphModule, arguments: list[Tensor]) -> None:
         self.graph, self.arguments = graph, arguments
-        self.code: Code = self.arrange(graph.forward)  # not through __call__, which hooks of all modules are for
+        self.code: Code = self.arrange(graph.forward)  # __call__ would run global module hooks
         self.mode, self.has_run = Mode.TRACED, False
         self.cuda_graph: CudaGraph | None = None
 
     @abstractmethod
     def fits(self, inputs: Sequence[Any]) -> bool:
-        """Whether it can make a step with these inputs; if so, ``arguments`` is now what that takes."""
+        """Whether it can make a step with these inputs. If so, set ``arguments`` for that step."""
 
     @abstractmethod
     def finish(self, results: Sequence[Any]) -> tuple[Any, ...]:
-        """Record a step with the optimizer; returns what the caller wants of the results."""
+        """Record a step with the optimizer, and return the results that are the caller's."""
 
     @abstractmethod
     def example(self) -> Sequence[Tensor]:
-        """What the graph takes, with numbers by which weights move."""
+        """Arguments for the graph with which weights move, to compare compiled code with the graph."""
 
     @abstractmethod
     def shares_memory(self) -> bool:
-        """Whether an argument that the graph changes overlaps with another, so that no compiler may reorder its operators."""
+        """Whether an argument that the graph changes overlaps with another: a compiler must not reorder its operators then."""
 
     @abstractmethod
     def copied_arguments(self, moved: set[int]) -> set[int]:
-        """The numbers of the arguments that are other tensors at every step; ``moved`` are those that have moved."""
+        """The indices of the arguments that a CUDA graph copies at every step; ``moved`` are those whose address has changed."""
 
     @abstractmethod
     def repetition(self, batch: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], Tensor] | None:
-        """The step that was just made with this batch, as a function of other batches; None if it does more than its code."""
+        """The last step, which had this batch, as a function of the batch; None if the code alone does not make up a step."""
 
     def arrange(self, code: Code) -> Code:
-        """The step, made of code for the graph."""
+        """Code for the whole step, made from code for the graph."""
         return code
 
     def __call__(self, arguments: Sequence[Tensor]) -> tuple[Any, ...]:
@@ -76,20 +76,20 @@ class Program(ABC):
         return self.finish(results)
 
     def compile(self) -> None:
-        """Have TorchInductor compile it. Where that fails, the program stays as it was."""
+        """Have TorchInductor compile the graph. If that fails, the program stays as it was."""
         if self.shares_memory():
             raise RuntimeError("tensors that it changes share memory with others, which its code would change in another order")
         self.code = self.arrange(compile_graph(self.graph, [tensor.detach() for tensor in self.example()]))
         self.mode = Mode.COMPILED
 
     def capture(self) -> None:
-        """Capture compiled code in a CUDA graph; anew where tensors have moved that it takes from where they are."""
+        """Capture compiled code in a CUDA graph, and again if a tensor has moved that the graph reads in place."""
         moved: set[int] = set()
         copied: set[int] = set()
         if self.cuda_graph is not None:
             moved, copied = self.cuda_graph.moved(self.arguments), {*self.cuda_graph.copied}
             if not moved:
                 return
-        self.cuda_graph = None  # frees its memory first
+        self.cuda_graph = None  # frees its memory before the new graph takes any
         self.cuda_graph = CudaGraph(self.code, self.arguments, copied | self.copied_arguments(moved))
         self.mode = Mode.CUDA_GRAPH

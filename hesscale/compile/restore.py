@@ -1,4 +1,4 @@
-"""Steps that leave no trace: models, optimizers and random numbers are put back as they were."""
+"""Steps that are undone: models, optimizers and the state of random number generators are restored afterwards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..optim import CurvatureOptimizer
 
 @contextlib.contextmanager
 def restored(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
-    """Undo what happens in the block to parameters, buffers, the optimizers' state and options, and random numbers."""
+    """Restore parameters, buffers, the optimizers' state and options, and the random number generators after the block."""
     buffers = [module._buffers for model in models for module in model.modules()]
     buffers_before = [dict(named) for named in buffers]
     parameters = [p for model in models for p in model.parameters()]
@@ -38,12 +38,12 @@ def restored(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optim
 
 @contextlib.contextmanager
 def restored_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Undo what happens to an optimizer. State that is made in the block stays, with the values that it begins with."""
+    """Restore an optimizer after the block. State that was created in the block stays, with its initial values."""
     counters: dict[str, Tensor] = getattr(optimizer, "counters", {})
     groups = [dict(group) for group in optimizer.param_groups]
     beginning = {p: copies(entries) for p, entries in optimizer.state.items()}
     counts = copies(counters)
-    init_group = getattr(optimizer, "_init_group", None)  # by which torch's optimizers make their state
+    init_group = getattr(optimizer, "_init_group", None)  # creates the state of torch's optimizers
 
     def init_and_note(*args: Any, **options: Any) -> Any:
         assert init_group is not None
@@ -59,7 +59,7 @@ def restored_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     finally:
         if init_group is not None:
             del optimizer._init_group  # type: ignore[attr-defined]
-        is_ours = isinstance(optimizer, CurvatureOptimizer)  # whose state begins at zero
+        is_ours = isinstance(optimizer, CurvatureOptimizer)  # our state is zero initially
         for p, entries in optimizer.state.items():
             put_back(entries, beginning.get(p, {}), zero=is_ours)
         put_back(counters, counts, zero=True)
@@ -73,7 +73,7 @@ def copies(entries: dict[str, Any]) -> dict[str, Any]:
 
 
 def put_back(entries: dict[str, Any], before: dict[str, Any], zero: bool) -> None:
-    """Give entries the values that they had, tensors in place; others become zero, or are removed."""
+    """Restore the values that entries had before, tensors in place. Entries that are new become zero, or are removed."""
     for name, value in list(entries.items()):
         if name in before and isinstance(value, Tensor) and isinstance(before[name], Tensor):
             value.copy_(before[name])

@@ -1,4 +1,4 @@
-"""What a graph is made for: all of a batch but the values in its tensors."""
+"""Signatures: everything about a batch except the values in its tensors. A graph is made for one signature."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.d
 
 
 class Constant:
-    """A value that equals those of its type that are written alike: 0.0 is not −0.0 and True is not 1, but nan is nan."""
+    """A value that equals only values of the same type and spelling: 0.0 is not −0.0 and True is not 1, but nan is nan."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -28,7 +28,7 @@ class Constant:
 
 
 class Identity:
-    """Equals the same object alone, and keeps it alive."""
+    """Equals only an identity of the same object, and keeps the object alive."""
 
     def __init__(self, value: object) -> None:
         self.value = value
@@ -41,13 +41,13 @@ class Identity:
 
 
 class BatchSignature(NamedTuple):
-    """All of a batch but the values in its tensors.
+    """Everything about a batch except the values in its tensors.
 
     Attributes:
-        tensors: their signatures.
-        constants: the leaves that are no tensors; None where a tensor stands.
+        tensors: the signatures of its tensors.
+        constants: its leaves that are not tensors; None in place of each tensor.
         spec: the structure of the batch; None for a plain sequence of tensors.
-        obstacle: why no graph can take such a batch.
+        obstacle: why no graph can take such a batch; empty if one can.
     """
 
     tensors: tuple[object, ...]
@@ -85,7 +85,7 @@ UNUSUAL = "it takes a tensor that requires a gradient, or is sparse, nested, con
 
 
 def tensor_signature(tensor: Tensor) -> tuple[object, ...] | None:
-    """What a graph is made for; None for tensors that are not plain data."""
+    """Shape, strides, dtype and device, for which a graph is made; None for tensors that are not plain data."""
     if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
         return None
     if tensor.requires_grad or tensor.layout is not torch.strided or tensor.is_nested or tensor.is_conj() or tensor.is_neg():

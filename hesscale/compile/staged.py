@@ -1,4 +1,4 @@
-"""A step that becomes faster: in eager mode at first, then traced, compiled, and captured in a CUDA graph."""
+"""A step that gets faster in stages: it runs in eager mode first, then traced, compiled, and captured in a CUDA graph."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from ..errors import CompileWarning, NeedsEagerPass
-from .make_fx import CannotTrace, first_line
+from .make_fx import TRACING, CannotTrace, first_line
 from .program import Mode, Program
 
-MAX_BUILDS = 4  # of one step, whose tensors turn out to be others than its program was made for
-MAX_EAGER_STEPS = 64  # after which an attempt to trace is given up
+MAX_BUILDS = 4  # programs of one step; a new one is built when the step's tensors no longer fit
+MAX_EAGER_STEPS = 64  # if tracing still needs an eager pass after this many, the step stays in eager mode
 logger = logging.getLogger("hesscale.compile")
 
 
 class Source(Protocol):
-    """What makes steps."""
+    """An object that makes steps in eager mode, and programs for them."""
 
     def eager(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """Make a step in eager mode."""
 
     def obstacle(self, inputs: Sequence[Any]) -> str:
-        """Why no graph can take such inputs; empty if one can."""
+        """Why no graph can take these inputs; empty if one can."""
 
     def program(self, inputs: Sequence[Any]) -> Program:
         """The step as a program.
 
         Raises:
-            CannotTrace: it does something that no flat graph of operators can hold.
+            CannotTrace: the step does something that no flat graph of operators can hold.
             NeedsEagerPass: a step in eager mode has to find something out first.
         """
 
@@ -41,18 +41,18 @@ class StagedStep:
 
     Args:
         source: makes the steps.
-        compiles: whether to compile what was traced.
-        captures: whether to capture what was compiled in a CUDA graph.
-        obstacle: why the step has to stay in eager mode, if so.
+        compiles: whether to compile the traced graph.
+        captures: whether to capture the compiled code in a CUDA graph.
+        obstacle: why the step has to stay in eager mode; empty if it does not.
     """
 
     def __init__(self, source: Source, *, compiles: bool, captures: bool, obstacle: str = "") -> None:
         self.source, self.compiles, self.captures = source, compiles, captures
         self.program: Program | None = None
-        self.earlier_program: Program | None = None  # for tensors that are others now, and may come back
+        self.earlier_program: Program | None = None  # in case its tensors come back
         self.builds = 0
         self.eager_steps = 0
-        self.next_build: int | None = 1  # after how many eager steps to trace; None for never
+        self.next_build: int | None = 1  # the number of eager steps after which to trace; None for never
         self.reason = ""
         if obstacle:
             self.give_up(obstacle)
@@ -73,7 +73,8 @@ class StagedStep:
             self.program, self.earlier_program = None, self.program
             self.eager_steps, self.next_build = 0, 1
         if self.program is None and self.eager_steps == self.next_build:
-            self.build(inputs)
+            with TRACING:
+                self.build(inputs)
         if self.program is None:
             outputs = self.source.eager(inputs)
             self.eager_steps += 1
@@ -83,7 +84,7 @@ class StagedStep:
         return self.program(self.program.arguments)
 
     def build(self, inputs: Sequence[Any]) -> None:
-        """Trace the step and compile it, as far as that goes."""
+        """Trace the step and compile it, as far as possible."""
         if self.earlier_program is not None and self.earlier_program.fits(inputs):
             self.program = self.earlier_program
             return
@@ -113,7 +114,7 @@ class StagedStep:
         started = time.perf_counter()
         try:
             program.compile()
-        except Exception as error:  # whatever went wrong in the compiler, the graph is right
+        except Exception as error:  # whatever went wrong in the compiler, the graph can still run
             self.reason = f"TorchInductor cannot compile it: {first_line(error)}"
             warn(f"the step runs as a graph that is not compiled; {self.reason}")
         logger.info("compiling took %.1f s", time.perf_counter() - started)
@@ -131,7 +132,7 @@ class StagedStep:
 
 
 def warn(message: str) -> None:
-    """Warn about the line outside of this package and of torch that called."""
+    """Warn, and point at the innermost calling line that is neither in this package nor in torch."""
     frame, level = sys._getframe(), 1
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in ("hesscale", "torch"):
         frame, level = frame.f_back, level + 1

@@ -22,7 +22,7 @@ from .staged import MAX_EAGER_STEPS, warn
 
 MAX_MISSES = 32
 BACKENDS = ("inductor", "traced", "eager")
-MAX_WARM_UP = MAX_EAGER_STEPS + 4  # steps until one runs as all later ones will
+MAX_WARM_UP = MAX_EAGER_STEPS + 4  # the most steps it can take until all later ones run the same way
 
 
 def compile_step(
@@ -37,19 +37,19 @@ def compile_step(
     """A function ``step(*batch) -> loss`` that trains ``model`` by one step of ``optimizer``, compiled as a whole.
 
     It changes the model's own parameters and buffers and the optimizer's own state in place; schedulers, ``state_dict`` and
-    evaluation go on as ever. Gradients do not pass through ``.grad``, which is None afterwards.
+    evaluation work as usual. Gradients do not pass through ``.grad``, which is None afterwards.
 
-    TorchDynamo captures ``loss_fn`` and the model. It guards every value that their Python code reads, and a step is
-    compiled anew where one of them has changed. The first step with a new graph runs in eager mode, the second compiles,
-    which takes seconds, and later ones are fast. What cannot be captured or compiled runs as a graph that is not compiled,
-    or in eager mode, and a :class:`hesscale.CompileWarning` says why.
+    TorchDynamo captures ``loss_fn`` and the model. It guards every value that their Python code reads; when one of them has
+    changed, the step is compiled again. The first step with a new graph runs in eager mode, the second compiles,
+    which takes seconds, and later ones are fast. A step that cannot be captured or compiled runs as a graph that is not
+    compiled, or in eager mode, and a :class:`hesscale.CompileWarning` says why.
 
     Args:
         model: the first argument of ``loss_fn``.
         loss_fn: ``loss_fn(model, *batch) -> loss``.
         optimizer: one of ours or of torch's.
         backend: ``"inductor"`` to compile; ``"traced"`` for the flat graph, which needs no compiler; ``"eager"``.
-        cuda_graph: capture the step in a CUDA graph where the model is on a GPU.
+        cuda_graph: capture the step in a CUDA graph if the model is on a GPU.
         options: ``head`` and ``fallback`` of :func:`hesscale.backward`.
 
     Example:
@@ -73,26 +73,26 @@ def check_backend(backend: str) -> None:
 
 
 class CapturedStep(ABC):
-    """A training step whose forward pass TorchDynamo captures, or that runs in eager mode.
+    """A training step whose forward pass TorchDynamo captures; where it cannot, the step runs in eager mode.
 
     Attributes:
         mode: how the last call ran: ``"eager"``, ``"traced"``, ``"compiled"`` or ``"compiled + CUDA graph"``.
-        reason: why it ran in no better way, where that is so.
+        reason: why it did not run in a faster mode; empty if there is no such reason.
         compilations: how many programs have been traced, and compiled where that is possible.
     """
 
     def __init__(self, loss_fn: Callable[..., Tensor], training: Training) -> None:
         self.training, self.loss_fn = training, loss_fn
         self.captured: Captured | None = None
-        self.refused: dict[BatchSignature, str] = {}  # why batches of such signatures are not captured
-        self.misses, self.max_misses = 0, MAX_MISSES  # steps in a row without a graph, and how many there may be
-        self.warned: set[str] = set()  # of what may pass
+        self.refused: dict[BatchSignature, str] = {}  # why batches with these signatures are not captured
+        self.misses, self.max_misses = 0, MAX_MISSES  # steps in a row without a graph; above the maximum, all graphs are dropped
+        self.warned: set[str] = set()  # reasons that have been given in a warning
         self.repeat: tuple[BatchSignature, Callable[[Sequence[Tensor]], Tensor]] | None = (
-            None  # the last step, with other batches
+            None  # the last step as a function of the batch
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy takes over; it captures and compiles for itself."""
+        """The state of a copy, without graphs: it captures and compiles its own."""
         own: dict[str, Any] = {"training": replace(self.training, last=None), "captured": None, "refused": {}, "repeat": None}
         return {**self.__dict__, **own}
 
@@ -126,12 +126,12 @@ class CapturedStep(ABC):
             return loss
         except NotCaptured as refusal:
             found: NotCaptured = refusal
-        loss = self.eager(batch, str(found))  # errors of the loss itself are raised here, and nothing is remembered
+        loss = self.eager(batch, str(found))  # if the loss itself fails, the error is raised here and nothing is remembered
         self.remember(found, batch)
         return loss
 
     def remember(self, refusal: NotCaptured, batch: Sequence[Any]) -> None:
-        """Warn about what is not captured, once. After many steps without a graph, those that are there give way to others."""
+        """Warn once for each reason not to capture. After many steps in a row without a graph, drop all graphs to make room."""
         reason = str(refusal)
         if refusal.is_lasting:
             self.refused[BatchSignature.of(batch)[1]] = reason
@@ -150,11 +150,11 @@ class CapturedStep(ABC):
             return self.run_eager(batch)
 
     def again(self, *batch: Any) -> Tensor:
-        """A step as the last one, with another batch: that nothing else has changed since is not checked.
+        """Repeat the last step with another batch, without checking that nothing else has changed.
 
         For loops whose steps take less time than the checks: call the step itself once after every change to its model, its
-        optimizer or their options (a step size, ``load_state_dict`` …), and this in between. Curvature that is due at some steps
-        only (``curvature_every``), and batches of another shape, are noticed.
+        optimizer or their options (a step size, ``load_state_dict`` …), and ``again`` in between. It does notice batches of
+        another shape, and curvature that is due at some steps only (``curvature_every``).
         """
         tensors, signature = BatchSignature.of(batch)
         is_plain = not signature.obstacle and len({*map(id, tensors)}) == len(tensors)
@@ -168,10 +168,10 @@ class CapturedStep(ABC):
         return loss
 
     def warm_up(self, *batch: Any) -> None:
-        """Compile the step for such batches without training.
+        """Compile the step for batches like this one, without training.
 
-        Parameters, buffers, the optimizer's state and torch's random numbers are put back. What else the model's code changes,
-        such as its counters and lists, stays changed.
+        Parameters, buffers, the optimizer's state and the state of torch's random number generators are restored. Anything
+        else that the model's code changes, such as its counters and lists, stays changed.
         """
         models, optimizers = self.trained()
         with restored(models, optimizers):
@@ -186,11 +186,11 @@ class CapturedStep(ABC):
 
     @abstractmethod
     def graph_step(self, forward: ForwardGraph) -> Runner:
-        """What runs in place of a forward graph."""
+        """The function that Dynamo calls in place of a forward graph."""
 
     @abstractmethod
     def run(self, captured: Captured, batch: Sequence[Any]) -> Tensor:
-        """A step by what was captured."""
+        """A step with a captured graph."""
 
     @abstractmethod
     def run_eager(self, batch: Sequence[Any]) -> Tensor:
@@ -198,7 +198,7 @@ class CapturedStep(ABC):
 
     @abstractmethod
     def trained(self) -> tuple[Sequence[nn.Module], Sequence[torch.optim.Optimizer]]:
-        """What it trains, and by what."""
+        """The models that it trains, and their optimizers."""
 
 
 class CompiledStep(CapturedStep):
@@ -215,7 +215,11 @@ class CompiledStep(CapturedStep):
         return ModelStep(forward, self.training, self.model, self.functional_optimizer)
 
     def run(self, captured: Captured, batch: Sequence[Any]) -> Tensor:
-        return captured(self.model, *batch)
+        loss = captured(self.model, *batch)
+        if error := self.training.error:
+            self.training.error = None
+            raise error
+        return loss
 
     def run_eager(self, batch: Sequence[Any]) -> Tensor:
         return self.functional_optimizer.train_model(self.model, self.loss_fn, batch)
@@ -225,18 +229,18 @@ class CompiledStep(CapturedStep):
 
 
 def curvature_phases(optimizer: torch.optim.Optimizer) -> range:
-    """Numbers of steps that stand for all kinds of steps: with and without new curvature."""
+    """Step counts at which to compile, one for each kind of step: with new curvature, and without."""
     return range(min(2, getattr(optimizer, "curvature_every", 1)))
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
-    """A model without ``torch.compile``, which would compile it twice."""
+    """The model without its ``torch.compile`` wrapper, if it has one: with it, the model would be compiled twice."""
     found: nn.Module = getattr(model, "_orig_mod", model)
     return found
 
 
 def without_compiled_parts() -> contextlib.AbstractContextManager[Any]:
-    """Parts of the model that are under torch.compile run in eager mode, so that their operators can be seen."""
+    """Run parts of the model that are under torch.compile in eager mode, where the engine sees their operators."""
     if "torch._dynamo" not in sys.modules:
         return contextlib.nullcontext()
     return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]

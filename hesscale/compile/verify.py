@@ -1,4 +1,4 @@
-"""Whether compiled code does what its graph does, but for rounding: compilers err, and would do so silently."""
+"""Whether compiled code does what its graph does, except for rounding: compilers have bugs, which would go unnoticed."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-TOLERANCE, COARSE_TOLERANCE, CHANGE_TOLERANCE = 0.01, 0.05, 0.25  # shares of both numbers by which they may differ
-MAX_OUTLIERS = 0.1  # of a tensor's entries, for a step divides by curvature that may be next to nothing
-FLOAT32_EPS = torch.finfo(torch.float32).eps  # of sums, whatever they are rounded to
+TOLERANCE, COARSE_TOLERANCE, CHANGE_TOLERANCE = 0.01, 0.05, 0.25  # two numbers may differ by this share of both
+MAX_OUTLIERS = 0.1  # of a tensor's entries, since a step divides by curvature that may be close to zero
+FLOAT32_EPS = torch.finfo(torch.float32).eps  # sums are computed in float32 at least, whatever they are rounded to
 
 
 def difference(
@@ -20,15 +20,15 @@ def difference(
     rerun: Callable[[Sequence[Tensor]], Sequence[Tensor]],
     uses_16_bits: bool = False,
 ) -> str:
-    """Where code does something else than its graph, in words; nothing if it does not.
+    """Where the results of the code differ from those of its graph, in words; empty if they agree.
 
     Args:
-        expected: what the graph returns, and then what it makes of its arguments.
-        found: the same of the code.
-        before: what the arguments were. A small step hardly shows in what they are afterwards.
-        rerun: gives ``expected`` for other arguments. Where slightly different ones change it as much, rounding alone decides: a
-            bias before batch norm has a gradient of nothing else, and an optimizer makes a whole step of that.
-        uses_16_bits: the graph computes with 16 bits.
+        expected: what the graph returns, followed by its arguments after the run.
+        found: the same for the code.
+        before: the arguments before the run, to compare how they change: a small step hardly shows in their values.
+        rerun: gives ``expected`` for other arguments. Where slightly perturbed arguments change it as much, the difference is
+            rounding: the gradient of a bias before batch norm is nothing but rounding, and an optimizer makes a whole step of it.
+        uses_16_bits: the graph computes in a 16-bit dtype.
     """
     scale, returned = largest(expected), len(expected) - len(before)
     is_near, share = (is_close_in_16_bits, COARSE_TOLERANCE) if uses_16_bits else (is_close, TOLERANCE)
@@ -59,11 +59,11 @@ def difference(
 
 
 def can_be_perturbed(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and tensor.numel() > 1  # which no counter is
+    return tensor.is_floating_point() and tensor.numel() > 1  # counters have one entry
 
 
 def perturb(tensor: Tensor, every: int, uses_16_bits: bool) -> Tensor:
-    """As different as rounding would make it: one in ``every`` entries larger, the others smaller."""
+    """The tensor, changed by about as much as rounding would: one in ``every`` entries is larger, the others are smaller."""
     if not can_be_perturbed(tensor):
         return tensor
     by = 2**-9 if uses_16_bits else 8 * torch.finfo(tensor.dtype).eps
@@ -72,18 +72,18 @@ def perturb(tensor: Tensor, every: int, uses_16_bits: bool) -> Tensor:
 
 
 def uses_16_bits(graph: GraphModule) -> bool:
-    """Whether it computes with 16 bits, between which compiled code rounds less often."""
+    """Whether the graph computes in a 16-bit dtype; compiled code rounds to it less often."""
     values = [node.meta.get("val") for node in graph.graph.nodes]
     return any(isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16) for value in values)
 
 
 def is_close(a: Tensor, b: Tensor, scale: float, share: float = TOLERANCE, outliers: float = MAX_OUTLIERS) -> bool:
-    """But for rounding, and for some entries of a tensor."""
+    """Whether two tensors agree, except for rounding and for a share of outliers among their entries."""
     return count_outliers(a, b, share, rounding(a, scale)) <= (max(1, int(outliers * a.numel())) if can_be_perturbed(a) else 0)
 
 
 def is_close_in_16_bits(a: Tensor, b: Tensor, scale: float) -> bool:
-    """In most entries, or as a whole where entries are rounding alone."""
+    """Whether two tensors agree in most entries, or in norm where single entries are only rounding."""
     if not a.is_floating_point() or not torch.equal(a.isfinite(), b.isfinite()):
         return torch.equal(a, b)
     if is_close(a, b, scale, COARSE_TOLERANCE, outliers=0.25):
@@ -93,13 +93,13 @@ def is_close_in_16_bits(a: Tensor, b: Tensor, scale: float) -> bool:
 
 
 def outlier_share(change: Tensor, other: Tensor, before: Tensor) -> float:
-    """Of all entries, those that do not change the same way and about as far; not counting one."""
+    """The share of entries that do not change in the same direction and by about as much; one such entry is not counted."""
     margin = rounding(change, largest([change])) + 8 * torch.finfo(before.dtype).eps * before.abs()
     return max(0, count_outliers(change, other, CHANGE_TOLERANCE, margin) - 1) / change.numel()
 
 
 def count_outliers(a: Tensor, b: Tensor, share: float, margin: float | Tensor) -> int:
-    """How many differ, by more than this share and margin if they are no integers."""
+    """How many entries differ; floating point numbers may differ by this share of both, plus a margin."""
     is_near = (a == b) | (a.isnan() & b.isnan())
     if a.is_floating_point():
         is_near |= (a - b).abs() <= share * (a.abs() + b.abs()) + margin
@@ -107,7 +107,7 @@ def count_outliers(a: Tensor, b: Tensor, share: float, margin: float | Tensor) -
 
 
 def rounding(like: Tensor, scale: float) -> float:
-    """Of sums of numbers as large as that."""
+    """The rounding error of sums of numbers as large as ``scale``."""
     return 16 * min(torch.finfo(like.dtype).eps, FLOAT32_EPS) * scale if like.is_floating_point() else 0.0
 
 

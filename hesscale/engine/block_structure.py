@@ -19,6 +19,9 @@ from ..errors import CurvatureWarning
 Block = tuple[int, ...]  # the dimensions whose entries share second derivatives; the other dimensions are samples
 
 
+RETRY_INTERVAL = 100  # passes
+
+
 def candidate_blocks(rank: int) -> list[Block]:
     """The blocks to try, cheapest first. The last one, all dimensions, is always right."""
     candidates: list[Block] = [(), (rank - 1,), (1,), tuple(range(1, rank)), tuple(range(rank))]
@@ -84,6 +87,7 @@ class BlockStructure:
 
     block: Block | None = None  # None until a pass has found it
     is_out_of_reach: bool = False  # the last eager pass had to leave the tensor to the rules
+    passes: int = 0
     probes: Probes | None = None
     check: AsyncCheck = field(default_factory=AsyncCheck)
 
@@ -93,6 +97,17 @@ class BlockStructure:
         if next_block is not None:
             self.block = next_block
             warn("entries of a loss's output have come to share second derivatives; its last diagonals there were off")
+
+    def is_left_to_rules(self) -> bool:
+        """Whether to leave the tensor to the rules at this pass too, since an exact diagonal was out of reach.
+
+        At some passes everything is tried again, cheaper blocks that have failed once among them.
+        """
+        self.passes += 1
+        if self.passes % RETRY_INTERVAL == 0:
+            self.block = self.block if self.block == () else None
+            return False
+        return self.block is None and self.is_out_of_reach
 
     def probes_like(self, like: Tensor, count: int) -> Probes:
         """Two vectors of shape (block, samples) with irregular entries in ±[½, 3⁄2], the same at every call.

@@ -7,11 +7,11 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import UnsupportedOperator
 from ..rules import BL89, COMPLEX, REFUSED, RULES, Rule, brute_force, custom_functions
-from ..rules.registry import RuleFunction, Shares, summary_of
+from ..rules.registry import RuleFunction, Shares, saved, summary_of
 from .nodes import LEAF, Edge, Node, metadata, per_edge
 
 
@@ -111,6 +111,29 @@ def check_data(leaf: Tensor) -> None:
         raise UnsupportedOperator("a parameter holds no data now, as under FSDP after the forward pass; FSDP is not supported")
 
 
+def is_constant_product(node: Node, rule: Rule) -> bool:
+    """Whether a node multiplies an activation by a constant that is no parameter, such as the support of a distribution."""
+    if rule.factors is None:
+        return False
+    first, second = node.next_functions[-2:]
+    if (first[0] is None) == (second[0] is None):
+        return False
+    constant, other = (rule.factors[0], second) if first[0] is None else (rule.factors[1], first)
+    return not is_parameter(saved(node, constant)) and not leads_to_leaf(other[0])
+
+
+def is_parameter(tensor: Tensor) -> bool:
+    """Whether a tensor is a parameter, or a view of one."""
+    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+
+
+def leads_to_leaf(node: Node | None) -> bool:
+    """Whether a tensor is a leaf, or a view of one, as the weight of a layer is."""
+    while node is not None and node.name() in VIEWS:
+        node = node.next_functions[0][0]
+    return node is not None and node.name() == LEAF
+
+
 def is_repeated(edges: Sequence[Edge]) -> bool:
     if len(edges) == 2:
         return edges[0] == edges[1] and edges[0][0] is not None
@@ -153,11 +176,9 @@ def snake(name: str) -> str:
     return "".join(("_" if i and c.isupper() and not stem[i - 1].isupper() else "") + c.lower() for i, c in enumerate(stem))
 
 
+VIEWS = {f"{name}Backward{i}" for i in (0, 1) for name in ("T", "Transpose", "Permute", "View", "Unsqueeze", "Squeeze", "Expand")}
 MAKERS: dict[str, str] = {
-    "MkldnnRnnLayerBackward0": "nn.LSTM on CPU",
-    "CudnnRnnBackward0": "nn.RNN, nn.LSTM or nn.GRU on CUDA",
-    "ThnnFusedLstmCellBackward0": "nn.LSTMCell",
-    "ThnnFusedGruCellBackward0": "nn.GRUCell",
+    "MiopenRnnBackward0": "nn.RNN, nn.LSTM or nn.GRU on ROCm; torch.backends.cudnn.flags(enabled=False) turns it off",
     "ScaledDotProductFlashAttentionForCpuBackward0": "F.scaled_dot_product_attention or nn.MultiheadAttention",
     "ScaledDotProductFlashAttentionBackward0": "F.scaled_dot_product_attention or nn.MultiheadAttention",
     "ScaledDotProductEfficientAttentionBackward0": "F.scaled_dot_product_attention or nn.MultiheadAttention",

@@ -1,9 +1,9 @@
 """The structure of the head: where it ends, and at which of its tensors the rules are exact.
 
 The head is what lies between the loss and the model's outputs. Walking back from the loss, it ends on each path at the first
-contraction (a matrix product, a convolution, an embedding …). A rule is exact while the Hessian at its output is diagonal.
-Whether it still is follows from the operators' structure, which each ``Rule`` states. Where it is not, ``head_values`` computes
-the exact diagonal by double backward through the head alone.
+contraction (a matrix product, a convolution, an embedding …); a product with a constant does not end it. A rule is exact while
+the Hessian at its output is diagonal. Whether it still is follows from the operators' structure, which each ``Rule`` states.
+Where it is not, ``head_values`` computes the exact diagonal by double backward through the head alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..errors import UnsupportedOperator
 from ..rules import Rule
 from .block_structure import BlockStructure
 from .cache import BoundedCache
-from .dispatch import Step
+from .dispatch import Step, is_constant_product
 from .nodes import Edge, Node, metadata
 
 MAX_STRUCTURES = 1000
@@ -84,12 +84,16 @@ def steps_of_head(steps: Sequence[Step], outputs: set[Edge] | None) -> list[Step
     inside: list[Step] = []
     body: set[Node] = set()
     for step in steps:
-        is_end = step.rule is None or (step.rule.contraction if stops is None else step.node in stops)
+        is_end = step.rule is None or (ends_head(step.node, step.rule) if stops is None else step.node in stops)
         if is_end or step.node in body:
             body.update(child for child, _ in step.edges)
         else:
             inside.append(step)
     return inside
+
+
+def ends_head(node: Node, rule: Rule) -> bool:
+    return rule.contraction and not is_constant_product(node, rule)
 
 
 def block_structures(steps: Sequence[Step], tensors: Sequence[Edge]) -> dict[int, BlockStructure]:

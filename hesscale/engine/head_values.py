@@ -22,6 +22,7 @@ from .nodes import Edge, Node, edge_of, is_once_differentiable, metadata, pull
 
 MAX_PRODUCTS = 1024  # Hessian-vector products for one tensor
 MAX_ROWS, MAX_NUMBERS = 64, 2**24  # products in one batch, and numbers in their vectors
+ROUNDED_TERMS = 32  # of the size of the gradient, in one second derivative
 CANNOT = "PyTorch cannot differentiate this loss twice; the diagonal at the outputs is that of the rules"
 
 
@@ -70,6 +71,8 @@ def hessian_diagonal(gradient: Tensor | None, edge: Edge, stops: set[Node], stru
         return None
     if not is_traced:
         structure.read_check()
+        if structure.is_left_to_rules():
+            return None
     if structure.block is None and is_once_differentiable(gradient):
         structure.is_out_of_reach = True
         warn(CANNOT)
@@ -167,7 +170,9 @@ def compute_with_block(gradient: Tensor, edge: Edge, stops: set[Node], structure
     if len(block) == len(shape):
         return Trial(exact, None, None, predicted)
     (product,) = products(layout.restore(probes.second).unsqueeze(0))
-    return Trial(exact, agree(layout.flatten(product), predicted, magnitude), product, predicted)
+    # Second derivatives are sums of terms as large as the gradient, and may be much smaller than their rounding errors.
+    floor = ROUNDED_TERMS * torch.finfo(gradient.dtype).eps * largest(gradient.detach().abs())
+    return Trial(exact, agree(layout.flatten(product), predicted, magnitude, floor), product, predicted)
 
 
 class BlockLayout:
@@ -185,6 +190,13 @@ class BlockLayout:
     def restore(self, matrix: Tensor) -> Tensor:
         return matrix.reshape(self.permuted_shape).permute(self.inverse)
 
+    def flatten_all(self, tensors: Tensor) -> Tensor:
+        """The same for each of several tensors."""
+        return tensors.permute(0, *[d + 1 for d in self.order]).reshape(len(tensors), self.count, -1)
+
+    def restore_all(self, matrices: Tensor) -> Tensor:
+        return matrices.reshape(len(matrices), *self.permuted_shape).permute(0, *[d + 1 for d in self.inverse])
+
 
 def block_products(products: Callable[[Tensor], Tensor], layout: BlockLayout, probes: Probes) -> tuple[Tensor, Tensor, Tensor]:
     """Products with the first probe, one entry of the block at a time.
@@ -200,8 +212,7 @@ def block_products(products: Callable[[Tensor], Tensor], layout: BlockLayout, pr
         part = slice(start, start + at_once)
         rows = torch.zeros(len(z[part]), count, samples, dtype=z.dtype, device=z.device)
         rows[:, part].diagonal(dim1=0, dim2=1).copy_(z[part].T)
-        found = products(torch.stack([layout.restore(row) for row in rows]))
-        found = torch.stack([layout.flatten(product) for product in found])
+        found = layout.flatten_all(products(layout.restore_all(rows)))
         diagonal[part] = found[:, part].diagonal(dim1=0, dim2=1).T / z[part]
         terms = found * (other / z)[part].unsqueeze(1)
         predicted += terms.sum(0)
@@ -209,13 +220,16 @@ def block_products(products: Callable[[Tensor], Tensor], layout: BlockLayout, pr
     return diagonal, predicted, magnitude
 
 
-def agree(product: Tensor, predicted: Tensor, magnitude: Tensor) -> Tensor:
-    """Whether a product is what was predicted, entry by entry, up to rounding."""
+def agree(product: Tensor, predicted: Tensor, magnitude: Tensor, floor: Tensor | float = 0.0) -> Tensor:
+    """Whether a product is what was predicted, entry by entry, up to rounding, which is at least ``floor``."""
     eps = torch.finfo(product.dtype).eps
     scale = magnitude + product.abs()
     relative = eps**0.5 if eps < 1e-4 else 4 * eps  # in half precision the root would hide too much
-    largest = scale.max() if scale.numel() else 0
-    return ((predicted - product).abs() <= relative * scale + 8 * eps * largest).all()
+    return ((predicted - product).abs() <= relative * scale + 8 * eps * largest(scale) + floor).all()
+
+
+def largest(tensor: Tensor) -> Tensor | float:
+    return tensor.max() if tensor.numel() else 0.0
 
 
 def hessian_vector_products(gradient: Tensor, edge: Edge, stops: set[Node], rows: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from ..rules import BL89, COMPLEX, RULES, brute_force
 from ..rules.registry import RuleFunction
 from .arguments import check_choices
 from .cache import BoundedCache
-from .dispatch import Step, custom_rule, diagonal_dtype, steps_of
+from .dispatch import Step, custom_rule, diagonal_dtype, is_constant_product, steps_of
 from .head_structure import Head, find_head
 from .nodes import LEAF, Node, leading_to, metadata, topological
 
@@ -60,6 +60,8 @@ def walk(root: Node, method: str) -> Graph:
         note(complex_rule(name))
         if rule is not None and rule.refuse is not None:
             note(rule.refuse(node))
+        if rule is not None and rule.factors is not None:
+            note(is_constant_product(node, rule))
         for meta in node._input_metadata:
             facts = tensor_metadata(meta)
             note(facts)

@@ -1,7 +1,7 @@
 """Automatic mixed precision: take the factor of a gradient scaler out of gradients and curvature.
 
 ``torch.amp.GradScaler.step`` sets ``grad_scale`` and ``found_inf`` on an optimizer while it calls its ``step``.
-``GradScaler.unscale_`` unscales gradients alone, and knows nothing of Hessian diagonals.
+``GradScaler.unscale_`` unscales gradients, but not Hessian diagonals.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def unscaled_curvature(optimizer: DerivativeOptimizer, scale: Tensor | None) -> Iterator[None]:
-    """Divide the Hessian diagonals that the block computes by ``scale``. If the block raises, the earlier ones come back."""
+    """Divide the Hessian diagonals that the block computes by ``scale``. If the block raises, restore the earlier ones."""
     if scale is None:
         yield
         return
@@ -43,7 +43,7 @@ def unscaled_curvature(optimizer: DerivativeOptimizer, scale: Tensor | None) -> 
 
 
 def unscale(optimizer: DerivativeOptimizer, batches: list[Batch]) -> None:
-    """Take the scaler's factor out of whatever still holds it.
+    """Divide gradients and curvature by the scaler's factor, unless that has been done already.
 
     Raises:
         RuntimeError: if GradScaler.unscale_ has unscaled the gradients, but the curvature is still scaled.
@@ -65,6 +65,6 @@ def unscale(optimizer: DerivativeOptimizer, batches: list[Batch]) -> None:
 
 
 def clear_scaler_attributes(optimizer: DerivativeOptimizer) -> None:
-    """Remove what GradScaler.step has set, which it does itself only if the optimizer's step returns."""
+    """Remove what GradScaler.step has set. GradScaler does so itself only if the optimizer's step does not raise."""
     for name in ("grad_scale", "found_inf"):
         optimizer.__dict__.pop(name, None)

@@ -33,13 +33,13 @@ class CurvatureOptimizer(DerivativeOptimizer):
         betas: decay rates β₁ of the averaged gradients and β₂ of the averaged squares.
         eps: ε, added to the root in the denominator.
         weight_decay: λ of an L2 penalty ½λ‖W‖², which adds λW to the gradient and λ to the curvature.
-        decoupled_weight_decay: shrink the weights by αλ instead. That is part neither of the averages nor of what the trust
-            region measures.
+        decoupled_weight_decay: shrink the weights by αλW instead, as in AdamW. Neither the averages nor the trust region include
+            this part.
         trust_radius: Δ of the trust region (Algorithm 3); None for none.
         trust_region: ``"optimizer"`` scales all parameters by one η, as the paper does, ``"group"`` each group by its own.
         bias_correction: measure the trust region with the bias-corrected curvature average, as in Algorithm 3.
-        curvature_every: :meth:`backward` computes curvature at every k-th step and a plain gradient at the others. Their update
-            and trust region use the last average, whose bias correction counts curvature updates.
+        curvature_every: k; :meth:`backward` computes curvature at every k-th step and a plain gradient at the others. The others
+            use the last average of curvature; its bias correction counts curvature updates, not steps.
         curvature_warmup: the first k Hessian diagonals only fill the averages, and no weight moves. After a single one, V̂ is
             its square; where that is close to zero by chance, the step would be as long as ε allows. Ten are enough.
         curvature_dtype: compute the curvature's matrix products and convolutions in this dtype, as in :func:`hesscale.backward`.
@@ -48,13 +48,13 @@ class CurvatureOptimizer(DerivativeOptimizer):
             ``"skip"`` only counts it in ``nonfinite_steps``.
         maximize: ascend.
         foreach: update all parameters in a few calls (the default), or one by one with False.
-        capturable: say that the step is for a CUDA graph; nothing else changes, since every step can be captured. A graph
-            repeats what was captured, so with ``curvature_every`` capture the two kinds of step apart. It raises nothing: read
-            ``nonfinite_steps`` yourself.
+        capturable: accepted, but changes nothing: every step can be captured in a CUDA graph. A CUDA graph repeats the captured
+            step, so with ``curvature_every`` capture steps with and without curvature separately. A replay raises no errors:
+            read ``nonfinite_steps`` yourself.
 
     Attributes:
-        eta: η of the last step, one tensor per trust region. None for a region that took no part in the step; 1 in its place
-            after a compiled step.
+        eta: η of the last step, one tensor per trust region. None for a region that took no part in the step, or 1 if the step
+            was compiled.
         counters: counts of steps, which every step changes in place on its own device: ``"nonfinite"``, and ``"measured i"`` and
             ``"scaled i"`` for trust region i.
     """
@@ -138,7 +138,7 @@ class CurvatureOptimizer(DerivativeOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, except that tensors are copied, and that options which the saved groups lack keep this optimizer's values.
 
-        Step counters go to the devices of their parameters.
+        Step counters are moved to the devices of their parameters.
         """
         super().load_state_dict(state_dict)
         self.check_radii()
@@ -158,7 +158,7 @@ class CurvatureOptimizer(DerivativeOptimizer):
             return Optimizer.profile_hook_step(CurvatureOptimizer.step_once)(self, closure)
         return self.step_once(closure)
 
-    # Torch would wrap ``step`` in its profiler hook, which costs a fifth of a small step; the above calls the hook if needed.
+    # Torch would wrap ``step`` in its profiler hook, which costs a fifth of a small step; ``step`` calls the hook if needed.
     step.hooked = True  # type: ignore[attr-defined]
 
     def step_once(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -183,7 +183,7 @@ class CurvatureOptimizer(DerivativeOptimizer):
         return loss
 
     def apply(self, batches: list[Batch]) -> bool:
-        """Algorithm 2, and 3 for batches in a trust region. Returns whether the step was taken, as far as the host knows."""
+        """Algorithm 2, and Algorithm 3 in trust regions. Returns False if the host knows that the step was skipped."""
         self.check_radii()
         unscale(self, batches)
         derivatives = [t for batch in batches for t in (*batch.gradients, *batch.curvatures)]
@@ -220,7 +220,7 @@ class CurvatureOptimizer(DerivativeOptimizer):
 
     @property
     def scaled_share(self) -> dict[int, Tensor]:
-        """The share of steps that η < 1 made shorter, by trust region: 0 for the whole optimizer, else the group's index."""
+        """The share of steps that η < 1 shortened, by trust region: 0 for the whole optimizer, else the group's index."""
         return algorithm_3.scaled_shares(self.counters)
 
     # --- non-finite steps ---
@@ -232,11 +232,11 @@ class CurvatureOptimizer(DerivativeOptimizer):
 
     @property
     def nonfinite_steps(self) -> int:
-        """How many steps were left out for a non-finite number. Reading it waits for the device."""
+        """How many steps were skipped because of a non-finite number. Reading it waits for the device."""
         return int(self.counters.get("nonfinite", 0))
 
     def without_nonfinite_errors(self) -> AbstractContextManager[None]:
-        """Inside the block, steps with non-finite numbers are left out and counted but never raised, not even later.
+        """Inside the block, steps with non-finite numbers are skipped and counted, but never raise an error, not even later.
 
         Example:
             >>> import torch, hesscale
@@ -261,11 +261,11 @@ class CurvatureOptimizer(DerivativeOptimizer):
 
     @property
     def is_packed(self) -> bool:
-        """Whether the averages of several parameters are views of one tensor now, which makes steps of small networks faster."""
+        """Whether the averages of several parameters are now views of one tensor, which makes steps of small networks faster."""
         return self._packing.is_packed
 
     def unpack(self) -> None:
-        """Bring the averages back into one tensor per parameter. They stay that way, also after :meth:`load_state_dict`.
+        """Move the averages back into one tensor per parameter. They stay that way, also after :meth:`load_state_dict`.
 
         Example:
             >>> import torch, hesscale

@@ -71,7 +71,7 @@ def collect_group(optimizer: CurvatureOptimizer, index: int, packing: Packing) -
         add_parameter(batches[key], p, optimizer)
     found = list(batches.values())
     if packing.is_enabled and any(is_on_host(batch.steps[0]) and float(batch.steps[0]) > 0 for batch in found):
-        packing.pack(optimizer, found)  # the state was loaded: this step must round as it would have without saving
+        packing.pack(optimizer, found)  # the state was loaded: round as a run that was not interrupted would
         packed = packing.packed_batch(optimizer, index)
         return found if packed is None else [packed]
     return found
@@ -110,7 +110,7 @@ def state_tensor(state: dict[str, Any], name: str, p: Tensor) -> Tensor:
 
 
 def check_curvature(optimizer: CurvatureOptimizer, batches: list[Batch]) -> None:
-    """Either all parameters with a gradient have a new Hessian diagonal, or none has and an older average can serve."""
+    """Raise unless all parameters with a gradient have a new Hessian diagonal, or none has and none is due."""
     wanted = sum([len(batch.curvature_squares) for batch in batches])
     present = sum([len(batch.curvatures) for batch in batches])
     if present == wanted:

@@ -27,8 +27,8 @@ def capture(*optimizers: CurvatureOptimizer, scaler: torch.amp.GradScaler | None
     """Inside the block, every ``loss.backward()`` of this thread also computes the Hessian diagonals that these optimizers need.
 
     Only the parameters of these optimizers receive curvature, by each optimizer's own method, and only when it is due
-    (``curvature_every``). Every other backward pass runs as if the block were not there. So do passes that are given gradients,
-    inputs or several losses, and calls of a ``backward`` that was imported from torch.autograd by name before the block.
+    (``curvature_every``). All other backward passes are unchanged. So are passes that are given gradients, inputs or several
+    losses, and calls of a ``backward`` that was imported from torch.autograd by name before the block.
 
     Args:
         optimizers: optimizers of ``hesscale.optim``.
@@ -70,7 +70,7 @@ class Capture:
 
 
 def check_disjoint(optimizers: list[CurvatureOptimizer]) -> None:
-    """Refuse two optimizers that share a parameter: they would add up or overwrite each other's curvature."""
+    """Refuse two optimizers that share a parameter: they would add to or overwrite each other's curvature."""
     owner: dict[int, CurvatureOptimizer] = {}
     for optimizer in optimizers:
         for p in optimizer.parameters():
@@ -107,7 +107,7 @@ def captured_backward(
     grad_variables: Any = None,
     inputs: Any = None,
 ) -> None:
-    """In place of torch.autograd.backward: the same, and curvature for captured optimizers that are due."""
+    """Replaces torch.autograd.backward: does the same, and computes curvature for captured optimizers for which it is due."""
     loss = tensors[0] if isinstance(tensors, (tuple, list)) and len(tensors) == 1 else tensors
     is_plain = isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad and not create_graph
     is_plain = is_plain and grad_tensors is None and grad_variables is None and inputs is None

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 def picklable_attributes(optimizer: CurvatureOptimizer) -> dict[str, Any]:
-    """The public attributes of an optimizer, without the function that a scheduler puts in the place of ``step``."""
+    """The public attributes of an optimizer, without the function by which a scheduler replaces ``step``."""
     return {name: value for name, value in optimizer.__dict__.items() if name[0] != "_" and not callable(value)}
 
 
 def upgrade_pickle(optimizer: CurvatureOptimizer) -> None:
-    """Give an optimizer that an earlier version pickled the attributes and options of this one."""
+    """Give an optimizer that an earlier version pickled the attributes and options of this version."""
     if "watch" in optimizer.__dict__:
         optimizer.nonfinite_check = optimizer.__dict__.pop("watch")
     if "curvature_warmup" not in optimizer.defaults:

@@ -23,7 +23,7 @@ class DerivativeOptimizer(Optimizer):
     squares_gradient: ClassVar[bool] = False  # whether V averages F², as in Adam, and not S²
     curvature_every: int
     curvature_dtype: torch.dtype | None
-    curvature_is_unscaled: bool  # whether ``hess_diag`` is free of a gradient scaler's factor already
+    curvature_is_unscaled: bool  # whether ``hess_diag`` has already been divided by a gradient scaler's factor
 
     def parameters(self) -> list[Any]:
         """The parameters that may receive a gradient."""
@@ -36,7 +36,7 @@ class DerivativeOptimizer(Optimizer):
 
     @property
     def is_curvature_due(self) -> bool:
-        """Whether the next step takes a new Hessian diagonal: every ``curvature_every``-th does. Skipped steps do not count."""
+        """Whether the next step needs a new Hessian diagonal: every ``curvature_every``-th does. Skipped steps do not count."""
         return self.uses_curvature and self.param_groups[0]["step_count"] % self.curvature_every == 0
 
     def backward(
@@ -76,7 +76,7 @@ class DerivativeOptimizer(Optimizer):
         """Fill ``.grad`` of every leaf as ``loss.backward()`` does, and ``hess_diag`` of this optimizer's parameters.
 
         Args:
-            scale: the factor of a gradient scaler in the loss, to take out of ``hess_diag``.
+            scale: the factor of a gradient scaler in the loss; ``hess_diag`` is divided by it.
             options: ``outputs``, ``head`` and ``fallback`` of :func:`hesscale.backward`.
         """
         check_loss(loss)

@@ -22,8 +22,8 @@ CHECK_INTERVAL = 32  # compiled steps on a GPU between two copies of the count t
 class NonFiniteCheck:
     """Checks the gradients and curvature of every step.
 
-    On a CPU, a non-finite step is known and reported at once. On a GPU it is masked there, and reported at a later step, when
-    the count of such steps has been copied to the host.
+    On a CPU, a non-finite step is reported at once. On a GPU it is masked on the device, and reported at a later step, when the
+    count of such steps has been copied to the host.
     """
 
     def __init__(self, on_nonfinite: str, counters: dict[str, Tensor]) -> None:
@@ -46,7 +46,7 @@ class NonFiniteCheck:
     def check(self, tensors: Sequence[Tensor], found_inf: Tensor | None) -> Tensor | None:
         """Count the step if a number is not finite, and report it as ``on_nonfinite`` says.
 
-        ``found_inf`` is set by a gradient scaler. The overflows that it has found are masked, but neither counted nor reported.
+        A gradient scaler sets ``found_inf``. The overflows that it has found are masked, but neither counted nor reported.
 
         Returns:
             None if the host knows that all numbers are finite; otherwise a mask, 1 for a step that counts and 0 for one that
@@ -96,10 +96,10 @@ class NonFiniteCheck:
             self.acknowledge()
 
     def record_compiled_step(self, step: int, *, report: bool) -> bool:
-        """Note a step that a compiled graph has made, and masked if need be.
+        """Record a step that a compiled graph has made, or masked if a number was not finite.
 
         Returns:
-            Whether the step was taken, as far as the host knows.
+            False if the host knows that the step was masked.
         """
         count = self.counters["nonfinite"]
         if not count.is_cpu:
@@ -118,7 +118,7 @@ class NonFiniteCheck:
         return is_taken
 
     def note_silent_step(self) -> None:
-        """Remember that the last step must not be reported. On a CPU there is nothing to remember: its count is known by now."""
+        """Remember that the last step must not be reported. On a CPU there is no need: its count has been read already."""
         count = self.counters.get("nonfinite")
         self.has_silent_steps |= count is not None and not count.is_cpu
 
@@ -159,7 +159,7 @@ class NonFiniteCheck:
             )
 
 
-# of the class and its attributes, in pickles that earlier versions wrote
+# names of the class and its attributes in pickles from earlier versions
 Watch = NonFiniteCheck
 EARLIER_NAMES = {"reported": "reported_count", "on_its_way": "pending_copy", "curvature_seen": "has_seen_curvature"}
 
@@ -170,7 +170,7 @@ def is_capturing() -> bool:
 
 
 def is_finite_on_host(tensors: Sequence[Tensor]) -> bool:
-    """Whether all tensors are finite and on the CPU in a dtype with room for their squares; one product per tensor."""
+    """Whether all tensors are finite and on the CPU, in a dtype that can hold their squares. It takes one product per tensor."""
     return all(
         is_on_host(tensor) and tensor.dtype in (torch.float32, torch.float64) and math.isfinite(float(torch.dot(flat, flat)))
         for tensor in tensors
@@ -179,7 +179,7 @@ def is_finite_on_host(tensors: Sequence[Tensor]) -> bool:
 
 
 def is_finite(tensors: list[Tensor]) -> Tensor:
-    """Whether all sums of squares are finite: V averages squares, so that a square that overflows counts as infinite too."""
+    """Whether all sums of squares are finite: V averages squares, so a square that overflows counts as infinite too."""
     dtype = torch.float32 if tensors[0].dtype in (torch.float16, torch.bfloat16) else None
     if tensors[0].device.type == "cpu":  # a compiler merges sums over tensors of the same shape into one loop
         sums: Sequence[Tensor] = [tensor.to(dtype or tensor.dtype).square().sum() for tensor in tensors]

@@ -42,7 +42,7 @@ class BL89(CurvatureOptimizer):
 
 
 class Adam(CurvatureOptimizer):
-    """Adam; with ``trust_radius`` the paper's Scaled Adam, whose trust region is measured by HesScale diagonals."""
+    """Adam; with ``trust_radius``, the paper's Scaled Adam, whose trust region uses HesScale diagonals."""
 
     method = "hesscale"
     squares_gradient = True
@@ -88,7 +88,7 @@ class Sampled(CurvatureOptimizer):
 
 
 class AdaHessian(Sampled):
-    """:class:`AdaHesScale` with Hutchinson's estimate z∘Hz in V, as in the paper.
+    """:class:`AdaHesScale` with Hutchinson's estimate z∘Hz of the diagonal in V, as in the paper.
 
     Args:
         spatial_average: average |z∘Hz| over the window of a convolution's kernel.
@@ -111,7 +111,7 @@ class GGNMC(Sampled):
     """:class:`AdaHesScale` with a Monte-Carlo estimate of the Gauss-Newton diagonal in V.
 
     Args:
-        per_sample: square the draw of each sample, as the paper does. By default the draw of the whole batch is squared; that
+        per_sample: square the draw of each sample, as the paper does. By default, the draw of the whole batch is squared; that
             works for every model, but some entries are close to zero by chance.
     """
 

@@ -36,7 +36,7 @@ def check_group(group: dict[str, Any]) -> None:
 
 
 def check_count(name: str, value: Any, *, minimum: int) -> None:
-    """Refuse anything but a whole number of at least ``minimum``; NumPy's are welcome."""
+    """Refuse anything but a whole number of at least ``minimum``; NumPy's numbers are accepted too."""
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     check_range(name, value, is_number and value % 1 == 0 and value >= minimum)
 

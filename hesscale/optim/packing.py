@@ -1,4 +1,4 @@
-"""Small parameters on a CPU share one flat tensor per average, since there an operator's call costs more than its work."""
+"""Small parameters on a CPU share one flat tensor per average, since there the call of an operator costs more than its work."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .batches import Batch
 if TYPE_CHECKING:
     from .base import CurvatureOptimizer
 
-MAX_PACKED_ENTRIES = 2**16  # of a group; above, copying the gradients costs more than it saves
+MAX_PACKED_ENTRIES = 2**16  # of a group; for more, copying the gradients costs more than packing saves
 AVERAGES = {"momenta": "exp_avg", "gradient_squares": "exp_avg_sq", "curvature_squares": "exp_hess_sq"}
 COUNTERS = {"steps": "step", "curvature_steps": "curvature_step"}
 
@@ -62,7 +62,7 @@ class Packing:
                 self.packs[batch.group_index] = Pack(batch, optimizer.state)
 
     def unpack(self) -> None:
-        """Give every parameter's state memory of its own, and pack no more."""
+        """Give every parameter's state its own memory again, and stop packing."""
         for pack in self.packs.values():
             for state in pack.states:
                 state.update({name: value.clone() for name, value in state.items() if isinstance(value, Tensor)})
@@ -75,7 +75,7 @@ def is_allowed(optimizer: CurvatureOptimizer, group: dict[str, Any]) -> bool:
 
 
 def is_packable(batch: Batch) -> bool:
-    """Whether the parameters are small and have made the same number of steps, so that one counter serves them all."""
+    """Whether the parameters are small and have made the same number of steps, so one counter is enough for all."""
     if not is_small(batch.params):
         return False
     counts = [[float(step) for step in steps] for steps in (batch.steps, batch.curvature_steps) if steps]
@@ -116,7 +116,7 @@ class Pack:
         return [part.view(p.shape) for part, p in zip(parts, self.params, strict=True)]
 
     def identity_of(self, params: list[Tensor], state: State) -> tuple[list[int], ...]:
-        """Which objects these parameters, their states and the entries of these are, and where the entries lie in memory."""
+        """The ids of these parameters, of their states and of the states' entries, and the addresses of the pack's views."""
         entries = [own.get(name) for own, name in self.places]
         states = [id(state.get(p)) for p in params]
         return [*map(id, params)], states, [*map(id, entries)], [*map(Tensor.data_ptr, self.views)]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Number = float | Tensor  # a tensor while a step is traced for :func:`hesscale.compile_step`, so that it may change later
+Number = float | Tensor  # a tensor if :func:`hesscale.compile_step` traces the step, so that the number may change later
 
 
 def is_on_host(tensor: Tensor) -> bool:
@@ -26,7 +26,7 @@ def step_numbers(steps: list[Tensor]) -> list[Any]:
 
 
 def materialize(numbers: list[Any]) -> list[Any]:
-    """Store scalars in memory while a step is traced for a CPU; the compiler would recompute them for every entry."""
+    """If a step is traced for a CPU, store scalars in memory: otherwise compiled code would recompute them for every entry."""
     is_traced = torch.compiler.is_compiling() and numbers[0].device.type == "cpu"
     return list(torch.stack(numbers).unbind()) if is_traced else numbers
 

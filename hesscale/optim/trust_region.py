@@ -30,9 +30,9 @@ def check_radii(groups: list[dict[str, Any]], trust_region: str) -> None:
 def step_scales(
     batches: list[Batch], quotients: list[Quotient], trust_region: str, counters: dict[str, Tensor], mask: Tensor | None
 ) -> tuple[list[Tensor | None], list[Tensor | None]]:
-    """η by trust region, None for one that takes no part in the step; and η by batch, None outside all trust regions.
+    """η of each trust region, None if the region takes no part in the step; and η of each batch, None outside all trust regions.
 
-    Counts the step in ``counters``, unless ``mask`` leaves it out.
+    Counts the step in ``counters``, unless ``mask`` is 0.
     """
     regions = batches_by_region(batches, trust_region)
     by_region: list[Tensor | None] = [None] * (max(regions) + 1 if regions else 0)

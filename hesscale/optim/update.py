@@ -5,10 +5,10 @@
     U = α M̂ ⊘ (√V̂ + ε)                                     update_quotient, evaluate
     W ← W − ηU                                             apply_update
 
-F is the gradient, and S the Hessian diagonal. For Adam, S is the gradient too; its trust region averages the diagonal beside it.
+F is the gradient, and S the Hessian diagonal. For Adam, S is the gradient too; its trust region keeps an average of the diagonal.
 η is 1, or less where :mod:`hesscale.optim.trust_region` shortens the step.
 
-A ``mask`` is a 0-d tensor: 1 for a step that counts, 0 for one that must change nothing, None where 1 is known on the host.
+A ``mask`` is a 0-d tensor: 1 for a step that counts, 0 for one that must change nothing. It is None if it is known to be 1.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def update_averages(batch: Batch, mask: Tensor | None) -> None:
     if batch.curvatures:
         count_step(batch.curvature_steps, mask)
     if mask is not None and batch.momenta[0].dtype is torch.float64:
-        mask = mask.double()  # so that β keeps its digits
+        mask = mask.double()  # in float32, β would lose digits
     decay2 = masked_decay(beta2, mask)
     if mask is None:
         torch._foreach_lerp_(batch.momenta, batch.gradients, float(1 - beta1))
@@ -99,7 +99,7 @@ def add_squares(totals: list[Tensor], values: list[Tensor], factor: Number) -> N
 
 
 def bias_corrections(beta: Number, steps: list[Tensor]) -> list[Any]:
-    """1 − βᵗ: numbers on a CPU, tensors elsewhere, where reading a number would wait for the device."""
+    """1 − βᵗ: numbers on a CPU; tensors elsewhere, since reading a number would wait for the device."""
     if not steps or is_on_host(steps[0]):
         return [1 - beta**t for t in step_numbers(steps)]
     rate = beta.clamp_min(1e-30).log() if isinstance(beta, Tensor) else math.log(max(beta, 1e-30))
@@ -114,7 +114,7 @@ def bias_corrections(beta: Number, steps: list[Tensor]) -> list[Any]:
 def update_quotient(batch: Batch) -> Quotient:
     """U = α M̂ ⊘ (√V̂ + ε), written as factor · M ⊘ (√V + ε√(1 − β₂ᵗ)).
 
-    U is zero before V has seen anything, and until V has seen more than ``curvature_warmup`` Hessian diagonals.
+    U is zero until V has averaged a first square, and more than ``curvature_warmup`` Hessian diagonals.
     """
     group = batch.group
     (beta1, beta2), eps, warmup = group["betas"], group["eps"], group["curvature_warmup"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from . import (
     activations,
+    attention,
     bilinear,
     brute_force,
     complex_numbers,
@@ -19,6 +20,7 @@ from . import (
     normalization,
     pooling,
     quantization,
+    recurrent,
     reductions,
     softmax,
     special_functions,
@@ -34,6 +36,7 @@ __all__ = [
     "RULES",
     "Rule",
     "activations",
+    "attention",
     "bilinear",
     "brute_force",
     "complex_numbers",
@@ -49,6 +52,7 @@ __all__ = [
     "normalization",
     "pooling",
     "quantization",
+    "recurrent",
     "reductions",
     "register_rule",
     "softmax",

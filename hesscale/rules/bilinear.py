@@ -44,7 +44,7 @@ def mm_transposed(node: Node, g: Share, s: Share) -> list[Share]:
     return [left, weight_share(s, saved(node, "self"))]
 
 
-@linear("MmBackward0", contraction=True, same=mm_same, refuse=refuse_mm, transposed=mm_transposed)
+@linear("MmBackward0", contraction=True, factors=("self", "mat2"), same=mm_same, refuse=refuse_mm, transposed=mm_transposed)
 def mm(node: Node, s: Tensor) -> list[Share]:
     """y = A B: s_A = s (B²)ᵀ, s_B = (A²)ᵀ s"""
     left = left_share(s, saved(node, "mat2"), saved(node, "self_sym_strides")) if needs(node, 0) else None
@@ -52,7 +52,7 @@ def mm(node: Node, s: Tensor) -> list[Share]:
     return [left, right]
 
 
-@linear("BmmBackward0", contraction=True, same=mm_same)
+@linear("BmmBackward0", contraction=True, factors=("self", "mat2"), same=mm_same)
 def bmm(node: Node, s: Tensor) -> list[Share]:
     """y = A B for each pair of a batch: s_A = s (B²)ᵀ, s_B = (A²)ᵀ s"""
     return batch_factors(node, 0, s, dense(saved(node, "self")), dense(saved(node, "mat2")))
@@ -91,7 +91,14 @@ def addmm_transposed(node: Node, g: Share, s: Share) -> list[Share]:
     return [summand, left, weight_share(s, saved(node, "mat1"))]
 
 
-@linear("AddmmBackward0", contraction=True, same=addmm_same, refuse=refuse_addmm, transposed=addmm_transposed)
+@linear(
+    "AddmmBackward0",
+    contraction=True,
+    factors=("mat1", "mat2"),
+    same=addmm_same,
+    refuse=refuse_addmm,
+    transposed=addmm_transposed,
+)
 def addmm(node: Node, s: Tensor) -> list[Share]:
     """y = β b + α A B: s_b = β² s, s_A = α² s (B²)ᵀ, s_B = α² (A²)ᵀ s"""
     summand = scaled(s, saved(node, "beta") ** 2) if needs(node, 0) else None
@@ -114,7 +121,14 @@ def baddbmm_same(node: Node, g: Share, s: Share) -> list[Share]:
     return summand_and_square(node, saved(node, "batch1"), g, s)
 
 
-@linear("BaddbmmBackward0", "AddbmmBackward0", contraction=True, same=baddbmm_same, refuse=summand_is_factor)
+@linear(
+    "BaddbmmBackward0",
+    "AddbmmBackward0",
+    contraction=True,
+    factors=("batch1", "batch2"),
+    same=baddbmm_same,
+    refuse=summand_is_factor,
+)
 def baddbmm(node: Node, s: Tensor) -> list[Share]:
     """y = β b + α A B, for each pair of a batch or summed over it: s_b = β² s, s_A = α² s (B²)ᵀ, s_B = α² (A²)ᵀ s"""
     summand = scaled(s, saved(node, "beta") ** 2) if needs(node, 0) else None
@@ -221,7 +235,7 @@ def scaled(value: Any, factor: float) -> Any:
     return value if value is None or factor == 1 else value * factor
 
 
-@linear("MvBackward0", contraction=True)
+@linear("MvBackward0", contraction=True, factors=("self", "vec"))
 def mv(node: Node, s: Tensor) -> list[Share]:
     """y = A v: s_A = s (v²)ᵀ, s_v = (A²)ᵀ s"""
     matrix = torch.outer(s, squared(saved(node, "vec"), s)) if needs(node, 0) else None
@@ -229,7 +243,7 @@ def mv(node: Node, s: Tensor) -> list[Share]:
     return [matrix, vector]
 
 
-@linear("AddmvBackward0", contraction=True)
+@linear("AddmvBackward0", contraction=True, factors=("mat", "vec"))
 def addmv(node: Node, s: Tensor) -> list[Share]:
     """y = β b + α A v: s_b = β² s, s_A = α² s (v²)ᵀ, s_v = α² (A²)ᵀ s"""
     summand = scaled(s, saved(node, "beta") ** 2) if needs(node, 0) else None
@@ -277,13 +291,13 @@ def inner_product(node: Node, s: Tensor, other: str) -> list[Share]:
     return [left, right]
 
 
-@linear("DotBackward0", contraction=True, same=dot_same)
+@linear("DotBackward0", contraction=True, factors=("self", "tensor"), same=dot_same)
 def dot(node: Node, s: Tensor) -> list[Share]:
     """y = Σ a b: s_a = s b², s_b = s a²"""
     return inner_product(node, s, "tensor")
 
 
-@linear("VdotBackward0", contraction=True, same=dot_same)
+@linear("VdotBackward0", contraction=True, factors=("self", "other"), same=dot_same)
 def vdot(node: Node, s: Tensor) -> list[Share]:
     """y = Σ a b: s_a = s b², s_b = s a²"""
     return inner_product(node, s, "other")

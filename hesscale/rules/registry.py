@@ -45,6 +45,8 @@ class Rule:
         fan_out: one entry of an input reaches several entries of y (expand, softmax).
         broadcast: inputs are expanded to y's shape, so that a smaller one fans out.
         contraction: a matrix product or its like, where the head ends.
+        factors: of a product, the names under which a node saves its two factors, which are its last two inputs. If one of them
+            is a constant, the product belongs to the head.
         many: the node has several differentiable outputs; g and s are then tuples.
         used_outputs: those of its outputs that may carry gradients; a graph that uses another is refused. None: all.
         same: the rule for a node that meets one tensor at several of its inputs; it returns that tensor's one share per
@@ -66,6 +68,7 @@ class Rule:
     fan_out: bool = True
     broadcast: bool = False
     contraction: bool = False
+    factors: tuple[str, str] | None = None
     many: bool = False
     used_outputs: tuple[int, ...] | None = None
     same: RuleFunction | None = None

@@ -1108,3 +1108,19 @@ def test_shapes_seen_once_do_not_pile_up():
         for size in range(2, 16):
             train(step, batches(1, size))
     assert step.compilations <= dynamo.MAX_GRAPHS
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_the_head_ends_at_a_frozen_layer_in_a_trace_too(frozen):
+    class Frozen(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.last = nn.Linear(4, 3), nn.Linear(3, 3).requires_grad_(False)
+            self.register_buffer("mixing", torch.randn(3, 3))
+
+        def forward(self, x):
+            z = self.layer(x)
+            return self.last(z) if frozen else z @ self.mixing
+
+    torch.manual_seed(0)
+    check_training(Frozen(), batches(6))

@@ -8,6 +8,8 @@ import copy
 import gc
 import os
 import random
+import threading
+import time
 import types
 import warnings
 import weakref
@@ -19,6 +21,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import hesscale
+from hesscale.compile.inductor import outcome
+from hesscale.compile.make_fx import trace
 
 STEPS = 10
 
@@ -421,3 +425,194 @@ def test_members_that_differ_in_what_an_attribute_holds():
     step = hesscale.func.ensemble(models, loss_fn, [ada(m.parameters()) for m in models], batch_dims=None, backend="traced")
     with pytest.raises(ValueError, match=r"member 1 differs from member 0.*config\.scale"):
         step(*batch(0))
+
+
+# --------------------------------------------------------------------------------- what is kept, shared, or changed elsewhere
+
+
+def test_a_batch_given_twice_that_the_loss_also_reads_by_itself():
+    def loss(model, x, other):
+        return model(x + other + OTHER).square().mean()
+
+    def batches(i):
+        x = OTHER if i < 5 else batch(i)[0]
+        return x, x
+
+    assert check(lambda backend: train(backend, Net(), loss=loss, batches=batches))[-1] == "traced"
+
+
+def test_a_model_that_keeps_a_view_of_a_parameter():
+    class Keeps(Net):
+        kept = torch.zeros(6)
+
+        def forward(self, x):
+            outputs = super().forward(x) + self.kept.sum()
+            self.kept = self.first.weight.detach()[:, 0]
+            return outputs
+
+    assert check(lambda backend: train(backend, Keeps()))[-1] == "eager"
+
+
+def test_what_a_model_keeps_of_a_step_that_is_left_out():
+    class Averages(Net):
+        def forward(self, x):
+            self.offset = 0.9 * self.offset + x.mean(0)
+            return super().forward(x)
+
+    def run(backend):
+        model = Averages()
+        optimizer = hesscale.AdaHesScale(model.parameters(), lr=0.01, eps=1e-2, on_nonfinite="raise")
+        step = hesscale.compile_step(model, lambda model, x, y, w: w * loss_fn(model, x, y), optimizer, backend=backend)
+        found, modes = [], []
+        for i in range(STEPS):
+            if i in (0, 5):
+                with pytest.raises(hesscale.NonFiniteError):
+                    step(*batch(i), torch.tensor(float("inf")))
+            else:
+                found.append(float(step(*batch(i), torch.tensor(1.0))))
+            modes.append(step.mode)
+        return found, modes
+
+    assert check(run)[-1] == "traced"
+
+
+def test_arguments_in_memory_that_cannot_be_written_to(tmp_path):
+    np.save(tmp_path / "x.npy", np.ones((8, 4), dtype=np.float32))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        x = torch.from_numpy(np.load(tmp_path / "x.npy", mmap_mode="r"))
+    weight = torch.ones(4)
+    result, after, _ = outcome(lambda w, x: [(x * w.add_(1)).sum()], [weight, x])
+    assert (float(result), after.tolist(), weight.tolist()) == (64.0, [2.0] * 4, [1.0] * 4)
+
+
+def test_threads_that_trace_at_once_leave_the_process_as_it_was():
+    def state():
+        flags = torch.compiler._is_compiling_flag, torch._C._get_mkldnn_enabled()
+        return *flags, torch.distributions.Distribution._validate_args, torch.manual_seed
+
+    def slow(x):
+        time.sleep(0.02)
+        return x + 1
+
+    before = state()
+    threads = [threading.Thread(target=trace, args=(slow, [torch.ones(2)])) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.005)
+    for thread in threads:
+        thread.join()
+    assert state() == before
+
+
+STORE = {"sum": torch.zeros(())}
+WEIGHTS = torch.ones(3)
+
+
+def ensembles(how, loss, change=lambda models, i: None, dims=None, make=Net, members=2):
+    """The losses of an ensemble are those of members that train in turn; returns how the last step ran, and why."""
+    results, steps = [], []
+    for backend in ("eager", "traced"):
+        torch.manual_seed(0)
+        STORE["sum"] = torch.zeros(())
+        models = [make() for _ in range(members)]
+        optimizers = [ada(model.parameters()) for model in models]
+        step = hesscale.func.ensemble(models, loss, optimizers, how=how, batch_dims=dims, backend=backend)
+        found = []
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for i in range(6):
+                given = change(models, i) or ()
+                x, y = batch(i)
+                x, y = (x, y) if dims is None else (torch.stack([x, -x], dims), torch.stack([y, y], dims))
+                found.append([*step(x, y, *given).tolist(), float(STORE["sum"]), float(x.sum())])
+        results.append(found)
+        steps.append(step)
+    torch.testing.assert_close(torch.tensor(results[1]), torch.tensor(results[0]), rtol=1e-4, atol=1e-5)
+    return steps[1].mode, steps[1].reason
+
+
+BOTH = pytest.mark.parametrize("how", ["vmap", "abreast"])
+
+
+@BOTH
+def test_members_that_add_to_one_sum(how):
+    def loss(model, x, y):
+        found = loss_fn(model, x, y)
+        STORE["sum"] = STORE["sum"] + found.detach()
+        return found * (1 + STORE["sum"])
+
+    assert ensembles(how, loss) == ("eager", "a member's step sets something that the next member reads")
+
+
+@BOTH
+def test_members_that_change_one_batch(how):
+    def loss(model, x, y):
+        return loss_fn(model, x.mul_(1.5), y)
+
+    mode, reason = ensembles(how, loss)
+    assert mode == "eager"
+    assert "one and the same tensor" in reason
+
+
+@BOTH
+def test_a_batch_in_the_memory_of_a_member(how):
+    def loss(model, x, y, anchor):
+        return loss_fn(model, x, y) + (model.first.weight - anchor).square().sum()
+
+    mode, reason = ensembles(how, loss, lambda models, i: [models[0].first.weight.detach()])
+    assert mode == "eager"
+    assert "memory that a member changes" in reason
+
+
+@BOTH
+def test_a_shared_tensor_in_the_memory_of_a_member(how):
+    def share(models, i):
+        if i == 0:
+            view = models[0].second.bias.detach()
+            for model in models:
+                model.shared = view
+
+    mode, reason = ensembles(how, lambda model, x, y: F.cross_entropy(model(x) * model.shared, y), share)
+    assert mode == "eager"
+    assert "memory that a member changes" in reason
+
+
+@BOTH
+def test_tensors_of_members_that_are_views_of_one(how):
+    def change(models, i):
+        if i == 0:
+            models[0].all = torch.ones(2, 3)
+            for model, row in zip(models, models[0].all, strict=True):
+                model.weights = row
+        models[0].all.mul_(1.5)
+
+    assert ensembles(how, lambda model, x, y: F.cross_entropy(model(x) * model.weights, y), change)[0] == "traced"
+
+
+@BOTH
+def test_a_global_view_and_one_member(how, monkeypatch):
+    base = torch.ones(2, 3)
+    monkeypatch.setitem(globals(), "WEIGHTS", base[0])
+
+    def change(models, i):
+        base.fill_(1.0 + i)
+
+    mode, _ = ensembles(how, lambda model, x, y: F.cross_entropy(model(x) * WEIGHTS, y), change, members=1)
+    assert mode == "traced"
+
+
+class Doubles(Net):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("last", torch.zeros(8, 4))
+
+    def forward(self, x):
+        found = super().forward(x + self.last)
+        self.last = 2 * x
+        return found
+
+
+@BOTH
+def test_members_that_keep_outputs_whose_rows_interleave(how):
+    assert ensembles(how, loss_fn, dims=1, make=Doubles)[0] == "traced"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 
 import pytest
@@ -327,3 +328,94 @@ def test_an_empty_batch_with_a_head_that_rules_get_wrong():
     q = F.softmax(torch.zeros(0, 5) @ weight, 1)
     hesscale.backward((q * q.log()).sum() + weight.square().sum())
     torch.testing.assert_close(weight.hess_diag, torch.full((5, 3), 2.0))
+
+
+def policy_loss(logits, actions, advantages):
+    """PPO's at its first minibatch: the ratio is 1, and nothing is clipped."""
+    log_prob = torch.distributions.Categorical(logits=logits).log_prob(actions)
+    ratio = (log_prob - log_prob.detach()).exp()
+    return -torch.min(advantages * ratio, advantages * ratio.clamp(0.8, 1.2)).mean()
+
+
+def count_products(loss) -> int:
+    """How many Hessian-vector products the diagonal at the outputs takes."""
+    return max([int(number) for note in notes(loss) for number in re.findall(r"(\d+) products?\)", note)])
+
+
+def test_second_derivatives_that_cancel_do_not_couple_samples():
+    """With probabilities near ½ the curvature of a policy loss is next to rounding, which says nothing about samples."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(64, 5), torch.randn(5, 2, requires_grad=True)
+    actions, advantages = torch.randint(0, 2, (64,)), torch.randn(64)
+    for scale in (1e-3, 1e-5, 1.0):
+        assert count_products(policy_loss(scale * (x @ weight), actions, advantages)) <= 2
+
+
+def test_a_cheaper_structure_is_tried_again():
+    """After one loss in which samples interact."""
+    x, weight = torch.randn(8, 5, dtype=torch.float64), torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+
+    def loss_of(coupling: float) -> torch.Tensor:
+        z = x @ weight
+        return entropy_at(z) * (1 + coupling * z.sum())
+
+    found = [count_products(loss_of(1.0 if step == 3 else 0.0)) for step in range(120)]
+    assert (found[2], found[3], found[4], found[-1]) == (3, 24, 24, 3)
+
+
+SUPPORT = torch.linspace(-1, 1, CLASSES, dtype=torch.float64)
+MIXING = torch.randn(CLASSES, CLASSES, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+CONSTANT_PRODUCTS = {
+    "expected value": lambda z: ((z.softmax(1) @ SUPPORT - ADVANTAGE) ** 2).mean(),
+    "expected value by einsum": lambda z: ((torch.einsum("bi,i->b", z.softmax(1), SUPPORT) - ADVANTAGE) ** 2).mean(),
+    "mixing matrix": lambda z: F.cross_entropy(z @ MIXING, TARGET),
+    "mixing matrix, transposed": lambda z: F.cross_entropy(F.linear(z, MIXING), TARGET),
+    "mixing matrix, from the left": lambda z: F.cross_entropy((MIXING @ z.t()).t(), TARGET),
+    "mixing matrix and a sum": lambda z: F.cross_entropy(torch.addmm(torch.ones(CLASSES).double(), z, MIXING), TARGET),
+    "by matrices": lambda z: F.cross_entropy(torch.bmm(z.unsqueeze(1), MIXING.expand(BATCH, -1, -1)).squeeze(1), TARGET),
+    "dot": lambda z: z.softmax(1).flatten().dot(SUPPORT.repeat(BATCH)) ** 2,
+}
+
+
+@pytest.mark.parametrize("name", CONSTANT_PRODUCTS)
+@pytest.mark.parametrize("method", ["hesscale", "hesscale_gn"])
+def test_a_product_with_a_constant_belongs_to_the_head(name, method):
+    z = output()
+    loss = CONSTANT_PRODUCTS[name](z)
+    truth = hessian_diagonal(CONSTANT_PRODUCTS[name](leaf := z.detach().requires_grad_()), leaf)
+    _, (found,) = hesscale.grad(loss, z, method=method)
+    torch.testing.assert_close(found, truth)
+
+
+def test_a_frozen_parameter_ends_the_head():
+    frozen = nn.Linear(CLASSES, CLASSES, dtype=torch.float64).requires_grad_(False)
+    x = torch.randn(BATCH, 5, dtype=torch.float64)
+    layer = nn.Linear(5, CLASSES, dtype=torch.float64)
+
+    def diagonals(**options):
+        loss = F.cross_entropy(z := frozen(layer(x)), TARGET)
+        return hesscale.grad(loss, [layer.weight, layer.bias], **({"outputs": z} if options else {}))[1]
+
+    torch.testing.assert_close(diagonals(), diagonals(at_outputs=True))
+
+
+def test_the_weight_of_a_layer_is_no_constant():
+    """Nor is its input, if that is data: the head of a model with one layer ends there."""
+    layer, x = nn.Linear(5, CLASSES, dtype=torch.float64), torch.randn(BATCH, 5, dtype=torch.float64)
+    loss = entropy_at(z := layer(x))
+    _, diagonals = hesscale.grad(loss, [layer.weight, layer.bias], retain_graph=True)
+    _, expected = hesscale.grad(loss, [layer.weight, layer.bias], outputs=z)
+    torch.testing.assert_close(diagonals, expected)
+
+
+def test_frozen_parameters_and_constants_are_told_apart_in_one_process():
+    """The graphs are the same otherwise."""
+    constant = MIXING.clone()
+    frozen = nn.Parameter(constant.clone(), requires_grad=False)
+    z = output()
+    for matrix in (constant, frozen, constant, frozen):
+        loss = F.cross_entropy(z @ matrix, TARGET)
+        _, (found,) = hesscale.grad(loss, z, retain_graph=True)
+        leaf = z.detach().requires_grad_()
+        truth = hessian_diagonal(F.cross_entropy(leaf @ constant, TARGET), leaf)
+        assert torch.allclose(found, truth) == (matrix is constant)

@@ -137,8 +137,7 @@ def test_elementwise_functions_need_no_rule(function, arguments, method):
     for head in ("rules", "exact"):
         (found,) = hesscale.grad(loss, x, head=head, retain_graph=True)[1]
         torch.testing.assert_close(found, hessian_diagonal(loss, x))
-    with torch.no_grad():
-        weight = torch.eye(4, dtype=torch.float64)
+    weight = torch.nn.Parameter(torch.eye(4, dtype=torch.float64), requires_grad=False)
     loss = (function.apply(x, *arguments) @ weight).square().sum()
     (found,) = hesscale.grad(loss, x, method=method, retain_graph=True)[1]
     if method == "hesscale":

@@ -1,4 +1,4 @@
-"""TorchInductor's expm1 and tanh on a CPU: the one is wrong next to zero, the other slow.
+"""TorchInductor's expm1 and tanh on a CPU: expm1 is wrong near zero, and tanh is slow.
 
 Seen in torch 2.11 and 2.13: its C++ code computes expm1(x) as exp(x) - 1, which loses all digits where x is small;
 expm1(1e-9) is 0. Its tanh is right, but takes twice the time of ours.
@@ -35,11 +35,11 @@ def tanh(x: Tensor) -> Tensor:
 
 
 def expm1(x: Tensor) -> Tensor:
-    """eˣ − 1 = 2t/(1 − t), t = tanh(x/2), next to 0: TorchInductor subtracts 1 there too, which loses the digits."""
+    """eˣ − 1 = 2t/(1 − t), t = tanh(x/2), near 0: TorchInductor computes exp(x) − 1 there too, which loses the digits."""
     p, q = lambert(x * x / 4)
     return torch.where(x.abs() < 0.5, x * p / (q - x * p / 2), x.exp() - 1)
 
 
 def lambert(z: Tensor) -> tuple[Tensor, Tensor]:
-    """p and q of tanh(x) = xp/q, z = x² < ¼, by the continued fraction x/(1 + z/(3 + z/(5 + z/(7 + z/9))))."""
+    """p and q of tanh(x) = xp/q for z = x² < ¼, from the continued fraction x/(1 + z/(3 + z/(5 + z/(7 + z/9))))."""
     return 1 + z * (1 / 9 + z / 945), 1 + z * (4 / 9 + z / 63)

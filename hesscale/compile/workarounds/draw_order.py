@@ -1,7 +1,7 @@
-"""Random numbers apart from the code that uses them, so that compiled code draws them in the order of the graph.
+"""Draws random numbers outside of compiled code, in the order of the graph.
 
-Seen in torch 2.11, and gone in 2.13: TorchInductor draws first what depends on nothing, such as AdaHessian's signs, and
-then the masks of dropout layers. Each draw gets the numbers of another. This file can go when torch 2.11 is no longer
+Seen in torch 2.11, and gone in 2.13: TorchInductor moves draws that depend on nothing, such as AdaHessian's signs, before
+the masks of dropout layers. Each draw then gets the numbers of another. This file can go when torch 2.11 is no longer
 supported.
 """
 
@@ -22,14 +22,14 @@ NEW = {
     *(aten.ones.default, aten.ones_like.default, aten.new_ones.default, aten.new_full.default),
 }
 FILLED = {aten.bernoulli_.float, aten.uniform_.default, aten.normal_.default, aten.exponential_.default}
-LIKE = {  # of their tensor, only shape and dtype matter
+LIKE = {  # only the shape and dtype of their tensor matter
     *(aten.rand_like.default, aten.randn_like.default, aten.bernoulli.p),
     *(aten.randint_like.default, aten.randint_like.low_dtype),
 }
 
 
 class Place(NamedTuple):
-    """What a tensor is but for its numbers."""
+    """A tensor's shape, strides, dtype and device."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -45,11 +45,11 @@ class Place(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """Numbers that depend on nothing that is computed.
+    """A draw of random numbers that does not depend on computed values.
 
     Attributes:
-        function: draws them, given an empty tensor if there is a ``place`` to fill.
-        result: what it returns, but for the numbers.
+        function: draws the numbers; it is given an empty tensor to fill if there is a ``place``.
+        result: the shape, strides, dtype and device of what it returns.
     """
 
     function: Callable[..., Tensor]
@@ -64,9 +64,9 @@ class Draw(NamedTuple):
 
 
 def separate_draws(graph: GraphModule) -> tuple[GraphModule, list[Draw]]:
-    """A graph that takes random numbers as further arguments, and how to draw them in order, if there are several.
+    """A graph that takes its random numbers as further arguments, and the draws that make them, in order.
 
-    Where some depend on what the graph computes, it stays as it is.
+    The graph stays as it is if it draws only once, or if a draw depends on values that it computes.
     """
     if sum(map(is_draw, graph.graph.nodes)) < 2:
         return graph, []
@@ -98,7 +98,7 @@ def is_draw(node: Node) -> bool:
 
 
 def draw_of(node: Node) -> Draw | None:
-    """None if what it draws may depend on values."""
+    """The draw of a node; None if it may depend on values."""
     target: Any = node.target
     sources = node.all_input_nodes
     if not sources:
@@ -119,11 +119,11 @@ def mask(place: Tensor, p: float, is_training: bool | None) -> Tensor:
 
 
 def drop(node: Node, kept: Node) -> None:
-    """What ``native_dropout`` makes of a mask, in its place."""
+    """Replace ``native_dropout`` by its arithmetic with a given mask."""
     x, p = node.args[:2]
     with node.graph.inserting_before(node):
         left = node.graph.call_function(aten.mul.Tensor, (x, kept))
         value = node.graph.call_function(aten.mul.Tensor, (left, 0.0 if p == 1 else 1 / (1 - float(p))))  # type: ignore[arg-type]
-    for user in list(node.users):  # which take the value or the mask
+    for user in list(node.users):  # each takes the value or the mask
         user.replace_all_uses_with((value, kept)[user.args[1]])  # type: ignore[index]
         node.graph.erase_node(user)

@@ -1,8 +1,8 @@
 """Graphs whose views do not depend on strides.
 
-Seen in torch 2.13: a fake tensor may have other strides than the real one. The result of elu_backward and its like,
-where gradient and input lie in memory in different orders, has the strides of the gradient; its fake tensor has those
-of the input. A view that the trace allows for is then impossible when the graph runs.
+Seen in torch 2.13: a fake tensor may have other strides than the real one. If gradient and input have different memory
+formats, the result of elu_backward and similar operators has the strides of the gradient, but its fake tensor has those
+of the input. A view that was possible in the trace may then be impossible when the graph runs.
 """
 
 from __future__ import annotations
@@ -18,11 +18,9 @@ VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 
 
 def without_strides(graph: GraphModule) -> GraphModule:
-    """The same graph, where a view becomes a copy if strides do not allow for it.
+    """The same graph with reshapes in place of views, which copy if the strides do not allow a view.
 
-    A trace may have other strides than what it stands for: in torch, those of elu_backward and its like where gradient and input
-    lie in memory in different orders. Views stay where a later change must be seen through them, and of arguments, whose strides
-    are known.
+    Views stay where a later change must be seen through them. Views of arguments stay too, since their strides are known.
     """
     memory = Memory(graph)
     for node in graph.graph.nodes:
@@ -33,11 +31,11 @@ def without_strides(graph: GraphModule) -> GraphModule:
 
 
 class Memory:
-    """Which results of a graph lie in the same memory, and when that is written to and used."""
+    """Which results of a graph share memory, and when that memory is written to and used."""
 
     def __init__(self, graph: GraphModule) -> None:
         self.place = {node: i for i, node in enumerate(graph.graph.nodes)}
-        self.chain: dict[Node, list[Node]] = {}  # the node, what it is a view of, what that is a view of …
+        self.chain: dict[Node, list[Node]] = {}  # the node, its base if it is a view, the base of that …
         self.family: dict[Node, list[Node]] = defaultdict(list)  # all views of a node, itself included
         self.writes: dict[Node, list[int]] = defaultdict(list)
         for node, i in self.place.items():

@@ -1,10 +1,10 @@
-"""Graphs for torch.func.vmap: without changes in place, and without what it cannot do or gets wrong.
+"""Graphs for torch.func.vmap: without in-place changes, and without operators that it does not support or gets wrong.
 
 Seen in torch 2.13:
 
-- slice_scatter overflows at an end that is far out, as in ``x[2:] = y``;
-- index_fill with a tensor as its value, where that alone is mapped, fills in the last of many values for all;
-- _cdist_backward, where the gradient alone is mapped, is wrong for all but the first;
+- slice_scatter overflows if the end of the slice is very large, as in ``x[2:] = y``;
+- index_fill with a tensor as its value, if only the value is mapped, uses the last of the mapped values for all;
+- _cdist_backward, if only the gradient is mapped, is wrong for all but the first;
 - normal_, uniform_ and exponential_ into a tensor that is not mapped draw once for all, whatever ``randomness`` says;
 - bernoulli_ into a tensor that is mapped raises with ``randomness="same"``, as for dropout.
 """
@@ -28,7 +28,7 @@ aten = torch.ops.aten
 
 
 def functional(graph: GraphModule, tensors: Sequence[Tensor]) -> GraphModule:
-    """The same graph, where in-place changes are left to copies into the arguments at its end: what vmap can map."""
+    """The same graph in a form that vmap can map: its only in-place changes are copies into the arguments at its end."""
     with torch.no_grad():
         pure = make_fx(torch.func.functionalize(graph), tracing_mode="fake")(*tensors)
     for node in list(pure.graph.nodes):
@@ -41,7 +41,7 @@ def functional(graph: GraphModule, tensors: Sequence[Tensor]) -> GraphModule:
 
 
 def mappable(graph: GraphModule) -> GraphModule:
-    """The same graph, without what vmap cannot do or gets wrong; what depends on places in memory is refused."""
+    """The same graph, without operators that vmap does not support or gets wrong. ``as_strided`` is refused."""
     add = graph.graph.call_function
     for node in list(graph.graph.nodes):
         if "as_strided" in str(node.target):
@@ -52,15 +52,15 @@ def mappable(graph: GraphModule) -> GraphModule:
             replace_node(node, functools.partial(DRAWN[node.target], **options_of(node)))
             continue
         with graph.graph.inserting_before(node):
-            if node.target is aten.slice_scatter.default and len(node.args) > 4:  # overflows at an end that is far out
+            if node.target is aten.slice_scatter.default and len(node.args) > 4:  # overflows at a very large end
                 x, y, dim, start, end, *step = node.args
                 node.args = x, y, dim, start, min(end, x.meta["val"].shape[dim]), *step
-            elif node.target is aten.index_fill.int_Tensor:  # fills in the last of many values where these alone are mapped
+            elif node.target is aten.index_fill.int_Tensor:  # uses the last value for all if only values are mapped
                 x, dim, index, value = node.args
                 places = [None] * (dim % max(x.meta["val"].dim(), 1)) + [index]
                 node.replace_all_uses_with(add(aten.index_put.default, (x, places, value)))
                 graph.graph.erase_node(node)
-            elif node.target is aten._cdist_backward.default:  # is wrong for all but the first where g alone is mapped
+            elif node.target is aten._cdist_backward.default:  # wrong for all but the first if only g is mapped
                 g, x, y, p, distances = node.args
                 flag = add(aten.isnan.default, (add(aten.sum.default, (g,)),))
                 x, y, distances = (add(aten.where.self, (flag, value, value)) for value in (x, y, distances))
@@ -96,7 +96,7 @@ def bernoulli(like: Tensor, p: float = 0.5, generator: None = None) -> Tensor:
     return (torch.rand(like.shape, device=like.device, dtype=torch.float32) < p).to(like.dtype)
 
 
-# fill a tensor, of which only the shape matters: where that is not mapped, vmap draws once for all
+# these fill a tensor whose values do not matter: if it is not mapped, vmap draws once for all
 DRAWN: dict[Any, Callable[..., Tensor]] = {
     aten.normal_functional.default: normal,
     aten.uniform.default: uniform,

@@ -1,6 +1,6 @@
-"""The command: it measures workload after workload and writes what it has after each.
+"""The command: it measures one workload after another, and writes its results after each.
 
-It is no experiment with runs in the store: whoever measures a machine wants new times, not those of an earlier run.
+It is not an experiment with runs in the store: to measure a machine is to ask for new times, not for those of an earlier run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Log = Callable[[str], None]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line without further packages."""
+    """The command line, which needs no further packages."""
     parser = argparse.ArgumentParser(description="Cost of a training step, as ratios to torch's Adam in the same run.")
     for field in fields(Settings):
         kind = type(field.default)
@@ -67,7 +67,7 @@ def run(settings: Settings, log: Log, program: str) -> dict[str, Any] | None:
 
 
 def report(folder: Path, into: str) -> str:
-    """The tables of all records below a folder, or where they were written."""
+    """Return the tables of all records below a folder; or write them to the file ``into``, and return a line that says so."""
     found = record_files.load(folder)
     text = record_files.readme(found, Path(into))
     if not into:
@@ -79,7 +79,7 @@ def report(folder: Path, into: str) -> str:
 
 
 def measure(settings: Settings, work: Work, log: Log, command: str) -> dict[str, Any]:
-    """Measure workload after workload and save after each."""
+    """Measure one workload after another, and save after each."""
     device = torch.device(settings.device)
     start = time.perf_counter()
     record: dict[str, Any] = {
@@ -132,7 +132,7 @@ def skipped_row(method: Method, mode: str, why: str) -> dict[str, Any]:
 
 
 def too_slow_to_go_on(rows: Iterable[dict[str, Any]], workload: Workload, limit: float) -> dict[tuple[Method, str], str]:
-    """Methods that may exceed the limit with a network of twice the size, since cost can grow with the cube of it; and why."""
+    """Methods that may exceed the limit with a network of twice the size, and why: cost can grow with the cube of the size."""
     found = {}
     for row in rows:
         method = METHODS[row["method"]]
@@ -144,7 +144,7 @@ def too_slow_to_go_on(rows: Iterable[dict[str, Any]], workload: Workload, limit:
 
 
 def entry(workload: Workload, device: torch.device, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """A workload and its rows, as the record has them."""
+    """A workload and its rows, as an entry of the record."""
     return {
         "name": workload.name,
         "description": workload.description,
@@ -156,7 +156,7 @@ def entry(workload: Workload, device: torch.device, rows: list[dict[str, Any]]) 
 
 
 def prepare_cuda(device: torch.device, tf32: bool) -> None:
-    """Set the precision, and let the libraries take their workspaces before memory is counted."""
+    """Set the precision, and let the libraries allocate their workspaces before memory is measured."""
     torch.backends.cuda.matmul.allow_tf32 = tf32
     torch.backends.cudnn.allow_tf32 = tf32
     x = torch.ones(64, 64, device=device)
@@ -166,7 +166,7 @@ def prepare_cuda(device: torch.device, tf32: bool) -> None:
 
 
 def machine_of(settings: Settings) -> dict[str, Any]:
-    """The machine, and what of it was used: a GPU only if it was measured on."""
+    """The machine, with the GPU only if it was used."""
     found: dict[str, Any] = {"gpu": None, "cuda": None, **machine()}
     if settings.device != CUDA:
         found |= {"gpu": None, "cuda": None}

@@ -1,4 +1,4 @@
-"""An ensemble that is trained in one step, compared with as many single compiled steps in turn."""
+"""An ensemble that is trained in one step, compared with as many single compiled steps one after another."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ WARM_UP = 4
 
 
 def ensemble_row(device: torch.device, *, rounds: int, block: float) -> dict[str, Any]:
-    """``ratio``: member-steps per second of an ensemble over those of single runs, round by round; median and quartiles.
+    """``ratio``: member-steps per second of an ensemble, divided by those of single runs, round by round; median and quartiles.
 
-    The single runs in turn are as many steps of one network, whose numbers may stay in the cache: a hard measure.
+    The single runs are as many steps of one network, whose weights may stay in the cache, so the comparison favours them.
     """
     together = Together(device)
     alone = Step(METHOD, COMPILED, WORKLOAD.model(device), WORKLOAD.loss(), WORKLOAD.data(device))
@@ -57,7 +57,7 @@ class Together:
         self.step(*self.batch)
 
     def rest(self) -> None:
-        """Nothing is held between blocks."""
+        """Do nothing: no gradients are held between blocks."""
 
     @property
     def ran_as(self) -> str:

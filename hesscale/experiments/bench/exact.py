@@ -1,4 +1,4 @@
-"""Exact diagonals of a tanh MLP, of its Hessian or GGN, by the dense recursion over pre-activations of the paper's Figure 1."""
+"""Exact diagonals of the Hessian or GGN of a tanh MLP, by the dense recursion over pre-activations in the paper's Figure 1."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 @dataclass
 class Activations:
-    """What a forward pass leaves: of every layer its input h and its pre-activation a = W h + b, and the loss."""
+    """The results of a forward pass: every layer's input h and pre-activation a = W h + b, and the loss."""
 
     layers: list[nn.Linear]
     inputs: list[Tensor]
@@ -32,7 +32,7 @@ def forward(model: nn.Sequential, criterion: nn.Module, x: Tensor, y: Tensor) ->
 
 
 def backward(found: Activations, *, gauss_newton: bool = False) -> None:
-    """Fill ``.grad`` and ``.hess_diag`` of every weight and bias; cubic in the width, linear in depth and batch.
+    """Fill ``.grad`` and ``.hess_diag`` of every weight and bias. The cost is cubic in the width, linear in depth and batch.
 
     With H at a, the diagonal of W is diag(H) (h²)ᵀ, and at the layer below H ← f' ∘ Wᵀ H W ∘ f' + diag(f'' ∘ Wᵀg). The GGN
     leaves f'' out.

@@ -1,4 +1,4 @@
-"""Time and memory of steps. Each round has one block of calls of every method, in a new random order."""
+"""Time and memory of steps. Each round times one block of calls of every method, in a new random order."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Case:
     """Something to time, warmed up."""
 
     step: Runnable
-    calls: int  # of one block
+    calls: int  # in one block
     peak_bytes: int | None = None
     ran_as: str = ""
 
@@ -86,7 +86,7 @@ def wait(device: torch.device) -> None:
 
 
 class Stopwatch:
-    """Eager steps whose updates, all that comes after the loss, are timed separately too: ``update_ms`` has one per block."""
+    """Eager steps whose updates (everything after the loss) are also timed separately: ``update_ms`` has a mean per block."""
 
     def __init__(self, step: Step) -> None:
         self.step, self.device = step, step.batch[0].device
@@ -107,9 +107,9 @@ class Stopwatch:
 def with_peak(
     build: Callable[[], Step], use: Callable[[Step], None], device: torch.device, *, from_the_start: bool
 ) -> tuple[Step, int | None]:
-    """A step, and the most bytes of tensors that it, its model and its optimizer hold at once while it is used.
+    """A step, and the peak memory in bytes of the tensors that it, its model and its optimizer hold while it is used.
 
-    A CUDA graph allocates when it is captured and not when it runs: ``from_the_start`` counts that in.
+    A CUDA graph allocates when it is captured and not when it runs; ``from_the_start`` includes that.
     """
     gc.collect()
     if device.type == "cuda":
@@ -138,7 +138,7 @@ def with_peak(
 
 @contextmanager
 def silence() -> Iterator[None]:
-    """Silence standard error, where some builds of torch print that a profiler starts and stops."""
+    """Silence standard error: some builds of torch print there when a profiler starts and stops."""
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
@@ -151,7 +151,7 @@ def silence() -> Iterator[None]:
 
 
 def peak_of(profile: Any) -> int | None:
-    """The highest sum of the allocations so far, while the measured part ran; None if this torch does not tell."""
+    """The largest total of allocations while the measured part ran; None if this version of torch does not report it."""
     try:
         events = profile.profiler.kineto_results.events()
         begins = min(event.start_ns() for event in events if event.name() == MEASURED)
@@ -169,12 +169,12 @@ def peak_of(profile: Any) -> int | None:
 def interleave(
     cases: Sequence[Case], rounds: int, device: torch.device, seed: int = 0
 ) -> tuple[dict[int, list[float]], dict[int, str]]:
-    """Milliseconds a step by case and round; a case that fails is left out from there on, and its error comes back instead."""
+    """Milliseconds per step, by case and round. A case that fails is dropped, and its error is returned instead."""
     order = random.Random(seed)
     times: dict[int, list[float]] = {k: [] for k in range(len(cases))}
     errors: dict[int, str] = {}
     gc.collect()
-    gc.freeze()  # what is there already is not searched again in some method's block
+    gc.freeze()  # existing objects are not searched during a method's block
     try:
         for _ in range(rounds):
             for k in order.sample(sorted(times), len(times)):
@@ -197,7 +197,7 @@ def quartiles(values: Iterable[float]) -> dict[str, float]:
 
 
 def ratios(times: Sequence[float], base: Sequence[float] | None) -> dict[str, float] | None:
-    """Median and quartiles of the ratios round by round."""
+    """Median and quartiles of the ratios in each round."""
     return None if base is None else quartiles(a / b for a, b in zip(times, base, strict=True))
 
 
@@ -206,7 +206,7 @@ def digits(value: float) -> float:
 
 
 def message(error: BaseException) -> str:
-    """The first line of an error that says something, not too long for a table."""
+    """The first informative line of an error, short enough for a table."""
     line = next((line for line in str(error).splitlines() if line.strip()), "")
     text = f"{type(error).__name__}: {line}" if line and not isinstance(error, NotMeasured) else line or type(error).__name__
     return text if len(text) <= 200 else text[:199] + "…"
@@ -222,7 +222,7 @@ def rows_of(
     limit: float,
     log: Callable[[str], None],
 ) -> list[dict[str, Any]]:
-    """One row for every method and mode: time, its ratios to Adam in the same mode and in eager, memory; or what went wrong."""
+    """A row for every method and mode: time, its ratios to Adam in the same mode and to eager Adam, and memory; or the error."""
     batch = workload.data(device)
     rows: list[dict[str, Any]] = [{"method": method.name, "label": method.label, "mode": mode} for method, mode in chosen]
     cases: dict[int, Case] = {}

@@ -1,6 +1,6 @@
 """The methods that are measured: a whole training step of each, in every mode.
 
-A step clears the gradients, goes forward, goes backward with the method's curvature, and updates.
+A step clears the gradients, runs the forward pass, runs the backward pass with the method's curvature, and updates the weights.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from . import exact
 EAGER, COMPILED, GRAPH, AGAIN = "eager", "compiled", "graph", "again"
 MODES = {EAGER: "eager", COMPILED: "compiled", GRAPH: "compiled + CUDA graph", AGAIN: "compiled, by again"}
 BASELINE = "adam"
-STEP_SIZE = 1e-8  # so small that thousands of steps on one batch neither diverge nor change in cost
+STEP_SIZE = 1e-8  # so small that thousands of steps on one batch do not diverge, and all cost the same
 TRUST_RADIUS = 1e-8
 
 
 class NotMeasured(Exception):
-    """A method is not measured, though nothing failed."""
+    """A method is not measured, although nothing has failed."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Method:
     name: str
     label: str
     optimizer: Callable[..., torch.optim.Optimizer]
-    period: int = 1  # steps after which its cost repeats
+    period: int = 1  # number of steps after which its costs repeat
     source: str = ""  # a BackPACK extension, "exact" or "exact-ggn"; the optimizer's own backward otherwise
 
     @property
@@ -123,14 +123,14 @@ class Step:
         self.update(self.forward())
 
     def forward(self) -> Any:
-        """Clear, and go forward, to what :meth:`update` takes."""
+        """Clear the gradients and run the forward pass. Returns what :meth:`update` takes."""
         self.optimizer.zero_grad()
         if self.method.source.startswith("exact"):
             return exact.forward(self.model, self.criterion, *self.batch)
         return self.criterion(self.model(self.batch[0]), self.batch[1])
 
     def update(self, loss: Any) -> None:
-        """Backward, with the method's curvature, and the optimizer's step."""
+        """The backward pass with the method's curvature, and the optimizer's step."""
         self.backward(loss)
         self.optimizer.step()
 
@@ -141,7 +141,7 @@ class Step:
             loss.backward()
 
     def extend(self) -> None:
-        """Make the network and the loss BackPACK's."""
+        """Extend the network and the loss with BackPACK."""
         try:
             package: Any = importlib.import_module("backpack")
             self.extension: Any = getattr(importlib.import_module("backpack.extensions"), self.method.source)
@@ -152,7 +152,7 @@ class Step:
         self.field: str = self.extension().savefield
 
     def backpack(self, loss: Tensor) -> None:
-        """BackPACK's diagonal, for the update of AdaHesScale."""
+        """The backward pass with BackPACK's diagonal, for the update of AdaHesScale."""
         with self.extending(self.extension()):
             loss.backward()
         for p in self.model.parameters():

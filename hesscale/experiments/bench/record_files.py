@@ -15,11 +15,11 @@ from .tables import figure, sweep_table, targets_table, workload_table
 from .targets import NOT_MEASURED, spread, target_results
 
 BEGIN, END = "<!-- step cost: begin, written by step_cost.py --report -->", "<!-- step cost: end -->"
-KEYS = {"command", "started", "machine", "rounds", "sweep", "finished", "workloads"}  # of every record
+KEYS = {"command", "started", "machine", "rounds", "sweep", "finished", "workloads"}  # in every record
 
 
 def save(folder: Path, name: str, record: Record) -> list[str]:
-    """The record, its page and its figure, each whole or not at all; the names of the files written."""
+    """Write the record, its page and its figure, each atomically. Returns the names of the files."""
     write_text(folder / f"{name}.json", json.dumps(record, indent=1) + "\n")
     save_page(folder / f"{name}.md", record)
     written = [f"{name}.json", f"{name}.md"]
@@ -61,7 +61,7 @@ def page(record: Record, name: str) -> str:
 
 
 def readme(found: Sequence[tuple[Path, Record]], page: Path) -> str:
-    """Every record's tables and all targets, with links to the files, for the page that collects them."""
+    """The tables of all records and all targets, with links to the files, for the page that collects them."""
     parts = ["### Targets\n\n" + table(targets_table(target_results([record for _, record in found])))]
     for path, record in found:
         link = Path(os.path.relpath(path, page.parent)).as_posix()
@@ -71,7 +71,7 @@ def readme(found: Sequence[tuple[Path, Record]], page: Path) -> str:
 
 
 def insert(path: Path, text: str) -> None:
-    """Replace what stands between the two markers."""
+    """Replace the text between the two markers."""
     page = path.read_text(encoding="utf-8")
     if page.count(BEGIN) != 1 or page.count(END) != 1:
         raise ValueError(f"{path} needs one line {BEGIN!r} and one line {END!r}")
@@ -126,7 +126,7 @@ def ensemble_line(record: Record) -> str:
 
 
 def own_targets(record: Record) -> str:
-    """The targets that this record says something about."""
+    """The targets that this record has measured."""
     found = [result for result in target_results([record]) if result.measured != NOT_MEASURED]
     return f"\n## Targets\n\n{table(targets_table(found))}" if found else ""
 

@@ -42,7 +42,7 @@ class Settings:
     )
 
     def command(self, program: str) -> str:
-        """What to type for the same again."""
+        """The command that repeats this."""
         words = [program]
         for field in fields(self):
             value = getattr(self, field.name)
@@ -60,7 +60,7 @@ class Settings:
 
 
 def quick(settings: Settings) -> Settings:
-    """Seconds in place of minutes, wherever nothing else was asked for."""
+    """Settings that take seconds instead of minutes, except for those that the user has set."""
     small: dict[str, Any] = {"only": "mlp-64", "modes": EAGER, "rounds": 3, "block": 2.0, "methods": QUICK_METHODS}
     asked = {name for name in small if getattr(settings, name) != getattr(Settings(), name)}
     if settings.sweep:
@@ -69,7 +69,7 @@ def quick(settings: Settings) -> Settings:
 
 
 def plan(settings: Settings) -> Work:
-    """Workloads, each with the methods and modes to measure on it. Unknown names are a ValueError that lists the known ones."""
+    """Workloads, each with the methods and modes to measure on it. For an unknown name, ValueError lists the known ones."""
     check(settings)
     modes = choose(settings.modes, named(MODES), "mode") if settings.modes else default_modes(settings)
     if GRAPH in modes and settings.device != CUDA:
@@ -96,7 +96,7 @@ def workloads_of(settings: Settings) -> list[Workload]:
 
 
 def methods_of(settings: Settings) -> list[Method]:
-    """Those that are asked for, with Adam, to which all others are compared."""
+    """The methods that are asked for, and Adam, to which all others are compared."""
     default = IN_THE_PAPER if settings.sweep else ",".join(METHODS)
     methods = choose(settings.methods or default, METHODS, "method")
     return methods if METHODS[BASELINE] in methods else [METHODS[BASELINE], *methods]

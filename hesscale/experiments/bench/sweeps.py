@@ -1,4 +1,4 @@
-"""The paper's networks of growing size: times by size, their slopes, and the plot of them."""
+"""The paper's networks of growing size: times by size, their slopes, and a plot."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Key = tuple[str, str]  # a method and a mode
 
 @dataclass(frozen=True)
 class Slope:
-    """d log time / d log size, and how much more that is than Adam's, by the ratios to Adam at each size."""
+    """d log time / d log size, and how much larger it is than Adam's, from the ratios to Adam at each size."""
 
     slope: float
     above_adam: float | None
@@ -33,7 +33,7 @@ class Sweep:
     rows: dict[int, dict[Key, Row]]
 
     def of(self, key: Key, quantity: str) -> dict[int, dict[str, float]]:
-        """Median and quartiles by size, where there are any."""
+        """Median and quartiles by size, for the sizes that have them."""
         found = {size: rows.get(key, {}).get(quantity) for size, rows in self.rows.items()}
         return {size: value for size, value in found.items() if value is not None}
 
@@ -42,14 +42,14 @@ class Sweep:
         return list(dict.fromkeys(key for rows in self.rows.values() for key in rows))
 
     def label(self, key: Key) -> str:
-        """The method's label, with the mode where there are several."""
+        """The method's label, with the mode if there are several."""
         method, mode = key
         has_modes = len({other for _, other in self.keys}) > 1
         return METHODS[method].label + (f", {MODES[mode]}" if has_modes else "")
 
     @property
     def slopes(self) -> dict[Key, Slope]:
-        """Where at least two sizes were measured."""
+        """The slopes of methods that were measured at two sizes or more."""
         found = {}
         for key in self.keys:
             times, ratios = self.of(key, "ms"), self.of(key, "ratio")

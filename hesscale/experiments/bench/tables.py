@@ -12,12 +12,12 @@ from .sweeps import Record, Row, sweep_of
 from .targets import TargetResult, spread
 from .workloads import CUDA, SWEEPS
 
-LIBRARIES_OWN = 2**28  # bytes on a GPU, below which the workspaces of its libraries, made at first use, outweigh a step
+LIBRARIES_OWN = 2**28  # bytes on a GPU: below this, workspaces that libraries allocate at first use outweigh a step
 HEADER = ("method", "mode", "ms a step", "to Adam, same mode", "to eager Adam", "peak memory to Adam")
 
 
 def tables(record: Record) -> list[Table]:
-    """Those that the command prints."""
+    """The tables that the command prints."""
     found = [workload_table(workload, record["machine"]["device"]) for workload in record["workloads"]]
     return [*found, slopes_table(record)] if record["sweep"] else found
 
@@ -77,7 +77,7 @@ def sweep_plot(record: Record) -> Plot:
 
 
 def ratio_plot(record: Record) -> Plot:
-    """Ratios to Adam in the same mode, with quartiles: a category for each method, dots for each workload and mode."""
+    """Ratios to Adam in the same mode, with quartiles: a category for each method, and dots for each workload and mode."""
     rows = [(w["name"], row) for w in record["workloads"] for row in w["rows"] if row.get("ratio")]
     rows = [(name, row) for name, row in rows if METHODS[row["method"]].name != BASELINE]
     workloads, modes = ({value for value, _ in rows}, {row["mode"] for _, row in rows})

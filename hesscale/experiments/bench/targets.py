@@ -44,13 +44,13 @@ TARGETS = [
     *(Target(CUDA, name, GRAPH, "adahesscale-every10", 1.08) for name in ("mlp-64", "mlp-4x4096", "3c3d")),
     *(Target(CUDA, "3c3d", mode, "adahesscale", 1.30, "memory_ratio") for mode in (EAGER, GRAPH)),
 ]
-GAUSS_NEWTON = {"adahesscale": "adahesscale-gn", "adahesscale-bf16": "adahesscale-gn-bf16"}  # each to cost no more than its pair
+GAUSS_NEWTON = {"adahesscale": "adahesscale-gn", "adahesscale-bf16": "adahesscale-gn-bf16"}  # the second must not cost more
 ENSEMBLE_AT_LEAST = 4.0
 
 
 @dataclass(frozen=True)
 class TargetResult:
-    """A target beside what was measured; ``reached`` is None where nothing was, or too little."""
+    """A target and what was measured; ``reached`` is None if nothing or too little was measured."""
 
     text: str
     target: str
@@ -83,7 +83,7 @@ def check_target(target: Target, records: Sequence[Record]) -> TargetResult:
 
 
 def check_gauss_newton(target: Target, records: Sequence[Record]) -> TargetResult:
-    """AdaHesScaleGN against AdaHesScale, round by round of one run, and against the paper's 1.25."""
+    """Compare AdaHesScaleGN with AdaHesScale, round by round in one run, and with the paper's 1.25."""
     other = GAUSS_NEWTON[target.method]
     text, failed = f"{name(target)}, {METHODS[other].label} / {METHODS[target.method].label}", ""
     for rows in runs(records, target):
@@ -157,7 +157,7 @@ def spread(value: dict[str, float] | float, places: int = 2) -> str:
 
 
 def decimals(value: float, limit: float, least: int = 2) -> int:
-    """The decimals that are needed for the printed value to be on the same side of the limit."""
+    """The number of decimals with which the printed value is on the same side of the limit as the value itself."""
     return next((n for n in range(least, 9) if (round(value, n) <= limit) == (value <= limit)), 9)
 
 

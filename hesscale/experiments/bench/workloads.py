@@ -28,10 +28,10 @@ class Workload:
     loss: type[nn.Module] = nn.CrossEntropyLoss
     devices: tuple[str, ...] = (CPU, CUDA)  # where it runs unless it is asked for by name
     size: int | None = None  # what a sweep varies
-    left_out: dict[str, str] = field(default_factory=dict)  # methods that cannot be tried without harm, and why
+    left_out: dict[str, str] = field(default_factory=dict)  # methods that are not safe to try, and why
 
     def model(self, device: torch.device, seed: int = 0) -> nn.Sequential:
-        """The network of a seed. Xavier's weights keep signals in range at any depth."""
+        """The network for a seed. Xavier initialization keeps signals in range at any depth."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = self.network()

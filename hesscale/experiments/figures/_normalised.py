@@ -22,12 +22,12 @@ DEFINITION = (
 
 @dataclass
 class Scores:
-    """Those of all runs in one environment.
+    """The scores of all runs in one environment.
 
     Attributes:
-        returns: by optimizer and step size and then by seed, with the worst for runs that diverged.
+        returns: mean returns by optimizer and step size, then by seed; a run that diverged has the worst of all returns.
         low, high: returns whose scores are 0 and 1.
-        diverged: how many runs.
+        diverged: how many runs diverged, by optimizer and step size.
     """
 
     env: str
@@ -37,11 +37,11 @@ class Scores:
     diverged: Counter[Cell]
 
     def of(self, cell: Cell) -> dict[int, float]:
-        """By seed."""
+        """The scores of a cell, by seed."""
         return {seed: (found - self.low) / (self.high - self.low) for seed, found in self.returns.get(cell, {}).items()}
 
     def means(self, optimizer: str) -> dict[float, Summary]:
-        """Over seeds, by step size."""
+        """Mean scores of an optimizer over seeds, by step size."""
         found, scale = {}, self.high - self.low
         for (name, size), seeds in self.returns.items():
             if name == optimizer:
@@ -51,7 +51,7 @@ class Scores:
 
 
 def scores_of(env: str, results: list[Result]) -> Scores | None:
-    """None if there is nothing to normalise by."""
+    """The scores in an environment; None if all mean returns are the same or there are none."""
     known = [r.values["mean_return"] for r in results if r.values["mean_return"] is not None]
     if not known:
         return None
@@ -67,7 +67,7 @@ def scores_of(env: str, results: list[Result]) -> Scores | None:
 
 
 class Estimate(NamedTuple):
-    """An interquartile mean and its 95 % interval, which one seed has not."""
+    """An interquartile mean and its 95 % interval, which a single seed does not have."""
 
     iqm: float
     interval: tuple[float, float] | None
@@ -77,7 +77,7 @@ class Estimate(NamedTuple):
 
 
 def aggregate(known: list[Scores], optimizer: str) -> dict[float, Estimate]:
-    """By step size, over all environments: of the seeds that each of them has, if there are any."""
+    """Interquartile means over all environments, by step size, from the seeds that every environment has."""
     points = {}
     for size in sorted({size for scores in known for name, size in scores.returns if name == optimizer}):
         columns = [scores.of((optimizer, size)) for scores in known]

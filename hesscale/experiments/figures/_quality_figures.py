@@ -36,7 +36,7 @@ COLOURS = dict(
 )
 NORM_OF_GGN = "|diag(G)|"
 CAPTION = "Means over initializations ± standard errors."
-ROUNDING = 1e-12  # errors below this share of a layer's norm are none
+ROUNDING = 1e-12  # errors below this share of a layer's norm count as zero
 QUIRKS = (
     "BL89 and AdaHessian are as the authors' code has them. Its BL89 belongs to another network, initialized and trained apart, "
     "and is zero in the last layer. Its AdaHessian is |Hz| in place of z∘Hz, and "
@@ -54,7 +54,7 @@ class Findings:
     sizes: list[int]
 
     def error(self, method: str, layer: int | None = None) -> Tensor:
-        """Of each network, in a layer or in all."""
+        """The error of each network, in one layer or summed over all."""
         found = self.errors[:, :, METHODS.index(method)]
         return found.sum(1) if layer is None else found[:, layer]
 
@@ -69,7 +69,7 @@ class Findings:
 
 def sections(results: list[Result]) -> list[Section]:
     """One for each choice of settings."""
-    groups: dict[Any, dict[int, Findings]] = {}  # for each its networks, by number
+    groups: dict[Any, dict[int, Findings]] = {}  # the networks of each section, by number
     for result in results:
         networks = groups.setdefault(dataclasses.replace(result.task, first=0, count=0), {})
         for k in range(result.task.count):
@@ -86,7 +86,7 @@ def join(each: list[Findings]) -> Findings:
 
 
 def section(found: Findings, differ: list[str]) -> Section:
-    """Named after the settings that differ between sections."""
+    """A section, named after the settings that differ between sections."""
     task, layers = found.task, "-".join(map(str, found.sizes))
     values = [f"{name} {getattr(task, name) if getattr(task, name) != '' else 'none'}".replace("_", " ") for name in differ]
     name = "-".join([value.replace(" ", "-") for value in values] or [task.dataset])
@@ -104,7 +104,7 @@ def section(found: Findings, differ: list[str]) -> Section:
 
 
 def clouds(values: dict[str, Tensor], colours: Sequence[str]) -> list[Series]:
-    """For each name a bar for the mean, and a dot for each network."""
+    """For each name, a bar for the mean and a dot for each network."""
     found = []
     for place, ((label, each), colour) in enumerate(zip(values.items(), colours, strict=True)):
         found.append(Series(label, [place], [each.mean().item()], kind="bars", colour=pale(colour)))
@@ -113,7 +113,7 @@ def clouds(values: dict[str, Tensor], colours: Sequence[str]) -> list[Series]:
 
 
 def pale(colour: str) -> str:
-    """Halfway to white."""
+    """A colour halfway to white."""
     return "#" + "".join(f"{(int(colour[i : i + 2], 16) + 255) // 2:02x}" for i in (1, 3, 5))
 
 
@@ -178,7 +178,7 @@ def figure_of_ggn(found: Findings, name: str) -> Plot:
 
 
 def claims(found: Findings, name: str) -> Table:
-    """The paper's claims, for how many networks each holds, and the numbers behind it."""
+    """The paper's claims: for how many networks each holds, and the numbers behind it."""
     others = [method for method in SHOWN if method != "HesScale"]
     ggn = ("HesScaleGN", "diag(G)", "GGN-MC1", "GGN-MC50")
     layers = range(len(found.sizes) - 1)
@@ -223,7 +223,7 @@ def claims(found: Findings, name: str) -> Table:
             for method in TO_GGN[1:-1]
         ],
     ]
-    if found.task.quirks:  # which say nothing of BL89 and AdaHessian
+    if found.task.quirks:  # the authors' versions of BL89 and AdaHessian cannot test claims about these methods
         rows = [row for row in rows if not row[0].endswith(("BL89", "AdaHessian"))]
     cells: list[Sequence[str]] = [(claim, f"{holds.sum()} of {len(holds)} networks", numbers) for claim, holds, numbers in rows]
     caption = QUIRKS if found.task.quirks else ""
@@ -235,7 +235,7 @@ def caption_of(found: Findings) -> str:
 
 
 def worst_and_best(found: Findings, some: Sequence[str], others: Sequence[str]) -> tuple[Tensor, Tensor]:
-    """For each network the largest error of some methods, and the smallest of others."""
+    """For each network, the largest error of some methods and the smallest of others."""
     return torch.stack([found.error(m) for m in some]).amax(0), torch.stack([found.error(m) for m in others]).amin(0)
 
 

@@ -1,8 +1,8 @@
-"""Hessian diagonals of many small tanh classifiers at once, at an example each: the exact one, and what every method makes of it.
+"""Hessian diagonals of many small tanh classifiers at once, each at one example: the exact one, and every method's estimate.
 
 Vectors are rows, (networks, rows, units); weights are (networks, out, in). At one example the second derivatives of a layer are
 ∂²L/∂W²_ij = t_i h_j² for its weights and t_i for its biases, with h its input and t = diag ∂²L/∂a² at its pre-activations a.
-Every method but AdaHessian's is of this form too, so that its t says it all.
+The estimates of every method but AdaHessian have this form too, so they are given by t alone.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ DRAWS = 50
 STRUCTURED = ("HesScale", "HesScaleGN", "BL89", "diag(G)", "GGN-MC1", f"GGN-MC{DRAWS}", "g²", "|diag(H)|")  # the last has t = 0
 HUTCHINSON = ("AdaHessian-MC1", f"AdaHessian-MC{DRAWS}")
 METHODS = (*STRUCTURED, *HUTCHINSON)
-TO_GGN = ("HesScaleGN", "GGN-MC1", f"GGN-MC{DRAWS}", "|diag(H)|")  # measured against diag(G) as well; the last gives its norm
+TO_GGN = ("HesScaleGN", "GGN-MC1", f"GGN-MC{DRAWS}", "|diag(H)|")  # also compared with diag(G); the last gives its norm
 AUTHORS = "authors"
 
-Layers = list[tuple[Tensor, Tensor]]  # of weights (networks, out, in) and biases (networks, 1, out), the first layer first
-Rows = list[Tensor]  # for each layer (networks, rows, units)
+Layers = list[tuple[Tensor, Tensor]]  # weights (networks, out, in) and biases (networks, 1, out), first layer first
+Rows = list[Tensor]  # one for each layer: (networks, rows, units)
 Generators = list[numpy.random.Generator]  # one for each network
 
 SIGNS = torch.tensor([[1.0 - 2 * (byte >> bit & 1) for bit in range(8)] for byte in range(256)], dtype=torch.float64)
@@ -30,14 +30,14 @@ SIGNS = torch.tensor([[1.0 - 2 * (byte >> bit & 1) for bit in range(8)] for byte
 
 @dataclass
 class Pass:
-    """Networks at an example each.
+    """A forward and backward pass of all networks, each at one example.
 
     Attributes:
         h: inputs of the layers.
         q: predicted distributions.
-        labels: those of the examples.
-        by_label: gradients at pre-activations, a row for every label that the example might have had.
-        g: the gradients.
+        labels: labels of the examples.
+        by_label: gradients at pre-activations, with a row for every label that the example could have.
+        g: gradients at pre-activations for the actual labels.
         bend: f''(a) ∘ ∂L/∂h of the hidden layers; for tanh, whose f'' is −2 h f', it is −2 h ∘ ∂L/∂a.
     """
 
@@ -50,14 +50,14 @@ class Pass:
     bend: Rows
 
     def of(self, k: int) -> Pass:
-        """One network's."""
+        """The pass of one network."""
         h, by_label, g, bend = ([rows[k : k + 1] for rows in each] for each in (self.h, self.by_label, self.g, self.bend))
         layers = [(weight[k : k + 1], bias[k : k + 1]) for weight, bias in self.layers]
         return Pass(layers, h, self.q[k : k + 1], self.labels[k : k + 1], by_label, g, bend)
 
 
 def initial(sizes: list[int], generators: Generators) -> Layers:
-    """As nn.Linear begins: weights and biases uniform in ±1/√in."""
+    """Layers initialized as in nn.Linear: weights and biases uniform in ±1/√in."""
 
     def uniform(bound: float, *shape: int) -> Tensor:
         return torch.stack([torch.from_numpy(generator.uniform(-bound, bound, shape)) for generator in generators])
@@ -66,7 +66,7 @@ def initial(sizes: list[int], generators: Generators) -> Layers:
 
 
 def propagate(layers: Layers, inputs: Tensor, labels: Tensor) -> Pass:
-    """Forward with inputs (networks, 1, in), and back for every label."""
+    """A forward pass with inputs (networks, 1, in), and a backward pass for every label."""
     h = [inputs]
     for weight, bias in layers[:-1]:
         h.append(torch.tanh(h[-1] @ weight.mT + bias))
@@ -91,7 +91,7 @@ def descend(at: Pass, step_size: float) -> Layers:
 
 
 def exact(at: Pass) -> Rows:
-    """t from whole matrices: ∂²L/∂a² = diag(q) − qqᵀ last, D Wᵀ ∂²L/∂a² W D + diag(f'' ∘ ∂L/∂h) below, with D = diag(f')."""
+    """t from full matrices ∂²L/∂a²: diag(q) − qqᵀ at the logits, D Wᵀ ∂²L/∂a² W D + diag(f'' ∘ ∂L/∂h) below, D = diag(f')."""
     found = [torch.diag_embed(at.q.squeeze(1)) - at.q.mT @ at.q]
     for (weight, _), y, bend in zip(at.layers[:0:-1], at.h[:0:-1], at.bend[::-1], strict=True):
         jacobian = weight * (1 - y * y)
@@ -100,7 +100,7 @@ def exact(at: Pass) -> Rows:
 
 
 def recursion(at: Pass, s: Tensor, *, gauss_newton: bool = False) -> Rows:
-    """The paper's Eq. 4 from s at the logits down: f'² ∘ (W²)ᵀ s + f'' ∘ ∂L/∂h, and without the last term for Gauss-Newton."""
+    """The paper's Eq. 4, starting with s at the logits: f'² ∘ (W²)ᵀ s + f'' ∘ ∂L/∂h, without the last term for Gauss-Newton."""
     found = [s]
     for (weight, _), y, bend in zip(at.layers[:0:-1], at.h[:0:-1], at.bend[::-1], strict=True):
         s = found[0] @ weight.square() * (1 - y * y).square()
@@ -109,24 +109,24 @@ def recursion(at: Pass, s: Tensor, *, gauss_newton: bool = False) -> Rows:
 
 
 def bl89(at: Pass, quirks: str = "") -> Rows:
-    """Log-softmax as if it were elementwise, which leaves the label's entry at the logits; in the authors' code none is left."""
+    """BL89 treats log-softmax as elementwise, so only the label's entry of s is not zero; in the authors' code, all are zero."""
     label = torch.nn.functional.one_hot(at.labels, at.q.shape[-1]).unsqueeze(1)
     return recursion(at, torch.zeros_like(at.q) if quirks == AUTHORS else label * (at.q - at.q * at.q))
 
 
 def structured(at: Pass, bl: Rows, counts: Tensor) -> Rows:
-    """t of each of STRUCTURED, a row each; ``counts`` (networks, 2, classes) are of one label drawn and of DRAWS."""
+    """t of each method in STRUCTURED, a row each; ``counts`` (networks, 2, classes) are label counts of one draw and of DRAWS."""
     first = at.q - at.q * at.q
     hesscale, gauss_newton = recursion(at, first), recursion(at, first, gauss_newton=True)
     weights = torch.cat([at.q, counts / counts.sum(-1, keepdim=True)], 1)
-    ggn = [weights @ rows.square() for rows in at.by_label]  # exact, and by draws
+    ggn = [weights @ rows.square() for rows in at.by_label]  # exact, and from draws
     squares = [g.square() for g in at.g]
     layers = zip(hesscale, gauss_newton, bl, ggn, squares, strict=True)
     return [torch.cat([*rows, torch.zeros_like(rows[0])], 1) for rows in layers]
 
 
 def draw_labels(at: Pass, generators: Generators) -> Tensor:
-    """How often each label came, of one drawn from the predicted distribution and of DRAWS others."""
+    """Counts of each label in one draw from the predicted distribution, and in DRAWS other draws."""
     pairs = zip(generators, at.q.squeeze(1).numpy(), strict=True)
     return torch.stack([torch.from_numpy(generator.multinomial([1, DRAWS], q)) for generator, q in pairs])
 
@@ -145,11 +145,11 @@ def draw_signs(layers: Layers, draws: int, generators: Generators) -> Layers:
 
 @dataclass
 class Products:
-    """∂²L/∂θ² z for several draws of z: it is dg_i h_j + g_i dh_j for weights and dg_i for biases.
+    """∂²L/∂θ² z for several draws of z: dg_i h_j + g_i dh_j for weights and dg_i for biases.
 
     Attributes:
-        dh: derivatives of the layers' inputs along z, a row for each draw; None for the first, which is constant.
-        dg: those of the gradients at pre-activations.
+        dh: derivatives of the layers' inputs along z, a row for each draw; None for the first layer, whose input is constant.
+        dg: derivatives of the gradients at pre-activations along z.
     """
 
     at: Pass
@@ -178,7 +178,7 @@ class Products:
 
 
 def products(at: Pass, z: Layers) -> Products:
-    """Forward and backward, differentiated along z."""
+    """The forward and backward pass, differentiated along z."""
     dh: list[Tensor | None] = [None]
     da: Rows = []
     for (weight, _), (v, b), h in zip(at.layers, z, at.h, strict=True):
@@ -195,9 +195,9 @@ def products(at: Pass, z: Layers) -> Products:
 
 
 def adahessian(at: Pass, generators: Generators, quirks: str = "") -> list[Layers]:
-    """Of each of HUTCHINSON: the mean of z ∘ ∂²L/∂θ² z over one draw, and over DRAWS others.
+    """The estimates in HUTCHINSON: the mean of z ∘ ∂²L/∂θ² z over one draw, and over DRAWS other draws.
 
-    The authors' code has |∂²L/∂θ² z| in its place, of one draw, and for DRAWS draws |∂²L/∂θ² z| / DRAWS, of one draw again.
+    The authors' code has |∂²L/∂θ² z| of one draw instead, and for DRAWS draws |∂²L/∂θ² z| / DRAWS, again of one draw.
     """
     if quirks == AUTHORS:
         found = products(at, draw_signs(at.layers, 2, generators))
@@ -207,7 +207,7 @@ def adahessian(at: Pass, generators: Generators, quirks: str = "") -> list[Layer
 
 
 def distances(at: Pass, found: Rows, truth: Rows) -> Tensor:
-    """‖·‖₁ between diagonals t_i h_j², t_i of each row and the true ones, as (networks, layers, rows)."""
+    """‖·‖₁ distances of each row's diagonals t_i h_j², t_i from the true ones, as (networks, layers, rows)."""
     parts = zip(found, truth, at.h, strict=True)
     return torch.stack([(rows - t).abs().sum(-1) * (1 + h.square().sum(-1)) for rows, t, h in parts], 1)
 

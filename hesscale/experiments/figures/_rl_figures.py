@@ -1,4 +1,4 @@
-"""What agents show: return by steps of the environment, by environment and optimizer, and scores over all environments."""
+"""What agents show: return against steps, by environment and optimizer, and scores over all environments."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from ._normalised import DEFINITION, aggregate, scores_of
 
 
 def sections(results: list[Result]) -> list[Section]:
-    """One for each algorithm and way to train."""
+    """A section for each algorithm and way to train."""
     return [section(found, end) for found, end in by_way(results)]
 
 
 def by_way(results: list[Result]) -> Iterator[tuple[list[Result], str]]:
-    """Those of one algorithm that differ in environment, optimizer, step size, seed and length alone; an end for their files."""
+    """Groups of results that differ only in environment, optimizer, step size, seed and length, with a suffix for their files."""
     apart = ("env", "optimizer", "step_size", "seed", "steps")
     groups: dict[tuple[Any, ...], list[Result]] = {}
     for result in results:
         groups.setdefault(tuple((k, v) for k, v in asdict(result.task).items() if k not in apart), []).append(result)
-    number: Counter[str] = Counter()  # of groups, by algorithm
+    number: Counter[str] = Counter()  # number of groups, by algorithm
     for found in groups.values():
         number[algo := found[0].task.algo] += 1
         yield found, f"-{number[algo]}" if number[algo] > 1 else ""
 
 
 def section(results: list[Result], end: str) -> Section:
-    """``end`` tells the files of several sections apart."""
+    """A section; ``end`` is a suffix that keeps the files of several sections apart."""
     task = results[0].task
     networks = "a network each for mean, variance (or logits) and value" if task.protocol == "paper" else "CleanRL's protocol"
     text = (
@@ -67,7 +67,7 @@ def section(results: list[Result], end: str) -> Section:
 def overall(results: list[Result], end: str) -> list[Table]:
     """How optimizers compare over all environments, if there are several."""
     by_env = by_environment(results)
-    if len(by_env) > len({result.task.env for result in results}):  # of several lengths
+    if len(by_env) > len({result.task.env for result in results}):  # an environment has runs of several lengths
         return []
     found = [scores_of(env, runs) for env, runs in sorted(by_env.items())]
     known = [scores for scores in found if scores is not None]
@@ -87,7 +87,7 @@ def overall(results: list[Result], end: str) -> list[Table]:
 
 
 def by_environment(results: list[Result]) -> dict[str, list[Result]]:
-    """By name, with the number of steps where an environment has several."""
+    """Results by the name of the environment, with the number of steps if it has runs of several lengths."""
     counts = Counter(env for env, _ in {(result.task.env, result.task.steps) for result in results})
     groups: dict[str, list[Result]] = {}
     for result in results:
@@ -113,7 +113,7 @@ def lengths(results: list[Result]) -> str:
 
 
 def score_of(found: list[Result], worst: float) -> Summary:
-    """Mean return over seeds; ``worst`` for those that diverged or finished no episode."""
+    """Mean return over seeds; a seed that diverged or finished no episode counts as ``worst``."""
     values = [r.values["mean_return"] if r.values["diverged_at"] is None else None for r in found]
     return summary([worst if value is None else value for value in values])
 
@@ -139,7 +139,7 @@ def curve(result: Result) -> list[tuple[int, float]]:
 
 
 def plot(env: str, cells: dict[tuple[str, float], list[Result]], scores: dict[tuple[str, float], Summary], name: str) -> Plot:
-    """Return by steps, each optimizer at the step size with the best score."""
+    """Return against steps, for each optimizer at the step size with the best score."""
     best: dict[str, tuple[str, float]] = {}
     for cell in scores:
         if cell[0] not in best or scores[cell].mean > scores[best[cell[0]]].mean:
@@ -156,7 +156,7 @@ def plot(env: str, cells: dict[tuple[str, float], list[Result]], scores: dict[tu
 
 
 def averaged(found: list[Result], worst: float) -> dict[int, Summary]:
-    """Over seeds, by step: of each seed the last return so far, and ``worst`` once it diverged."""
+    """Means over seeds, by step, of each seed's last return so far, or ``worst`` once it has diverged."""
     curves = [dict(curve(result)) for result in found]
     latest: list[float | None] = [None] * len(found)
     points = {}

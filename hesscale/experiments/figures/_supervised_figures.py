@@ -1,4 +1,4 @@
-"""What trained networks show: each optimizer at its best step size by epochs and seconds, and what other step sizes give."""
+"""What trained networks show: each optimizer at its best step size, by epochs and seconds, and results of other step sizes."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from ..lab.store import Result
 from ..optimizers import IMAGE_OPTIMIZERS
 from ..vision.problems import PROBLEMS
 
-OF_METHODS = ("optimizer", "step_size", "seed", "times", "trust_radius")  # what may differ within a section
+OF_METHODS = ("optimizer", "step_size", "seed", "times", "trust_radius")  # settings that may differ within a section
 IN_TITLE = ("problem", "dataset", "epochs")
 SPLITS = ("test", "validation", "train")
-SPARE = ("#000000", "#57a773", "#d16ba5", "#a6761d", "#17becf", "#8c564b")  # of further variants of an optimizer
+SPARE = ("#000000", "#57a773", "#d16ba5", "#a6761d", "#17becf", "#8c564b")  # colours of further variants of an optimizer
 
 
 class Trained:
     """An optimizer's runs by step size.
 
     Attributes:
-        best: the step size with the highest accuracy on the validation split, by seeds that all have.
-        by_size: results of these seeds, and at the best step size of all seeds.
+        best: the step size with the highest accuracy on the validation split, over seeds that all step sizes have.
+        by_size: results of these seeds, and of all seeds at the best step size.
         style: the colour of its lines, and whether they are dashed.
     """
 
@@ -37,19 +37,19 @@ class Trained:
         self.by_size[self.best] = by_size[self.best]
 
     def accuracy(self, size: float) -> float:
-        """On the validation split at the end, mean over seeds; 0 for one that diverged."""
+        """Final accuracy on the validation split, mean over seeds; a seed that diverged counts as 0."""
         return statistics.fmean(result.values.get("validation_accuracy", 0.0) for result in self.by_size[size])
 
     @property
     def runs(self) -> list[Result]:
-        """At the best step size, without those that diverged."""
+        """The runs at the best step size, without those that diverged."""
         return finished(self.by_size[self.best])
 
     def final(self, value: str) -> Summary:
         return summary([result.values[value] for result in self.runs])
 
     def curve(self, metric: str) -> dict[int, Summary]:
-        """Over seeds, by epoch."""
+        """Means over seeds, by epoch."""
         columns = [dict(result.metrics[metric]) for result in self.runs]
         return {epoch: summary([column[epoch] for column in columns]) for epoch in (columns[0] if columns else ())}
 
@@ -59,12 +59,12 @@ def finished(results: list[Result]) -> list[Result]:
 
 
 def is_finished(result: Result) -> bool:
-    """Or else it diverged."""
+    """Whether a run did not diverge."""
     return result.values["diverged_at"] is None
 
 
 def comparable(by_size: Mapping[float, list[Result]]) -> dict[float, list[Result]]:
-    """Of the seeds that most step sizes have, and the step sizes that have them: not all may be done."""
+    """The results of the seeds that most step sizes have, at the step sizes that have them: some runs may not be done."""
     seeds = {size: {result.task.seed for result in results} for size, results in by_size.items()}
     counts = Counter(itertools.chain.from_iterable(seeds.values()))
     shared = {seed for seed, count in counts.items() if count == max(counts.values())}
@@ -75,7 +75,7 @@ def comparable(by_size: Mapping[float, list[Result]]) -> dict[float, list[Result
 
 
 def sections(results: list[Result]) -> list[Section]:
-    """One for each task, and for whatever else differs but optimizers, step sizes and seeds."""
+    """A section for each combination of settings other than OF_METHODS."""
     groups: dict[tuple[tuple[str, Any], ...], list[Result]] = {}
     for result in results:
         setting = {name: value for name, value in asdict(result.task).items() if name not in OF_METHODS}
@@ -85,7 +85,7 @@ def sections(results: list[Result]) -> list[Section]:
 
 
 def section(results: list[Result], own: Sequence[tuple[str, Any]]) -> Section:
-    """``own`` are the settings that other sections do not have."""
+    """A section; ``own`` are the settings in which it differs from other sections."""
     by_label: dict[str, dict[float, list[Result]]] = {}
     for result in sorted(results, key=order_of):
         by_label.setdefault(result.task.label, {}).setdefault(result.task.step_size, []).append(result)
@@ -104,7 +104,7 @@ def section(results: list[Result], own: Sequence[tuple[str, Any]]) -> Section:
 
 
 def order_of(result: Result) -> tuple[float, ...]:
-    """Optimizers as they are listed, and the runs of each by trust radius, length and seed."""
+    """A sort key: optimizers in the order in which they are listed, and the runs of each by trust radius, length and seed."""
     task = result.task
     number = list(IMAGE_OPTIMIZERS).index(IMAGE_OPTIMIZERS[task.optimizer].name)
     return number, task.trust_radius, task.times, task.seed
@@ -147,14 +147,14 @@ def curves(trained: list[Trained], split: str, what: str, against: str, end: str
 
 
 def line(found: Trained, x: Sequence[float], points: Sequence[Summary]) -> Series:
-    """Means, and a standard error below and above."""
+    """A line of means, with a band of one standard error below and above."""
     low, high = ([at.mean + sign * (at.error or 0) for at in points] for sign in (-1, 1))
     colour, is_dashed = found.style
     return Series(found.label, x, [at.mean for at in points], low, high, colour=colour, dashed=is_dashed)
 
 
 def styles_of(optimizers: Mapping[str, str]) -> dict[str, tuple[str, bool]]:
-    """Of optimizers by label: the paper's have their colours in all figures, and variants are dashed."""
+    """Colours and dashes of optimizers by label: the paper's have the same colours in all figures, and variants are dashed."""
     spare = itertools.cycle([(colour, True) for colour in SPARE])
     styles: dict[str, tuple[str, bool]] = {}
     for label, optimizer in optimizers.items():
@@ -165,7 +165,7 @@ def styles_of(optimizers: Mapping[str, str]) -> dict[str, tuple[str, bool]]:
 
 
 def sensitivity(trained: list[Trained], value: str, end: str) -> Plot:
-    """At the end, of every step size; no image is right where a network diverged, but a loss would be any number."""
+    """Final values by step size. A network that diverged has accuracy 0, but is left out of losses."""
     is_loss = value == "test_loss"
     series = []
     for found in trained:
@@ -241,7 +241,7 @@ def percentage(split: str) -> Callable[[Trained], str]:
 
 
 def noted(value: str, form: str, factor: float = 1) -> Callable[[Trained], str]:
-    """What an optimizer counts, if it does."""
+    """A column for a value that only some optimizers record."""
 
     def text(found: Trained) -> str:
         values = [result.values[value] for result in found.runs if value in result.values]
@@ -259,7 +259,7 @@ def comparable_settings(found: Trained) -> object:
 
 
 def modes(results: Iterable[Result]) -> list[str]:
-    """How steps ran: :func:`hesscale.compile_step` may have had to do with less than what was asked for."""
+    """The modes in which steps ran: :func:`hesscale.compile_step` may have used a slower one than was asked for."""
     return sorted({result.values.get("mode", "not recorded") for result in results})
 
 

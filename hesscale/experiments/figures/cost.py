@@ -1,4 +1,4 @@
-"""What an update costs, Appendix D: the time of backward and update as networks grow, and its ratio to Adam's."""
+"""The cost of an update (Appendix D): the time of backward and update as networks grow, and its ratio to Adam's."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from ..lab.plots import Plot, Section, Table
 from ..lab.store import Result, Run
 
 PUBLISHED = {"adahessian": 3.0, "adahesscale": 2.0, "adahesscale-gn": 1.25}  # average cost relative to Adam
-ROUNDS_AT_ONCE = 5  # after which progress is reported
+ROUNDS_AT_ONCE = 5  # progress is reported after so many rounds
 CHECKPOINT_SECONDS = 5.0
-BY_DESIGN = ("too slow", "left out")  # why a method may be missing; anything else is a fault
+BY_DESIGN = ("too slow", "left out")  # reasons for which a method may be missing; any other is a failure
 
 
 @dataclass(frozen=True)
@@ -98,13 +98,13 @@ def run(task: Task, run: Run, data: Path | None) -> Mapping[str, Any]:
 
 
 def measure(task: Task, run: Run) -> Mapping[str, Any]:
-    """A row for every method, as :mod:`hesscale.experiments.bench` has them, with ``ms`` and ``ratio`` of the update alone."""
+    """A row for every method, as in :mod:`hesscale.experiments.bench`, but ``ms`` and ``ratio`` are of the update alone."""
     device, methods = torch.device(task.device), task.methods.split(",")
     if device.type == CUDA:
         prepare_cuda(device, tf32=False)
     here = str(machine())
     state = run.state if run.state and run.state["machine"] == here else {"times": {name: [] for name in methods}, "errors": {}}
-    times: dict[str, list[list[float]]] = state["times"]  # of a step and of its update, by round
+    times: dict[str, list[list[float]]] = state["times"]  # times of a step and of its update, by round
     errors: dict[str, str] = state["errors"]
     workload = workload_of(task)
     cases: dict[str, Case] = {}
@@ -166,7 +166,7 @@ def row(name: str, times: Mapping[str, list[list[float]]], errors: Mapping[str, 
 
 
 def sections(results: list[Result]) -> list[Section]:
-    """One for each machine and way of measuring."""
+    """A section for each machine and way of measuring."""
     groups: dict[tuple[Any, ...], list[Result]] = {}
     for result in results:
         here = result.facts["machine"]
@@ -177,7 +177,7 @@ def sections(results: list[Result]) -> list[Section]:
 
 
 def section(results: list[Result], end: str) -> Section:
-    """``end`` tells the files of several sections apart."""
+    """A section; ``end`` is a suffix that keeps the files of several sections apart."""
     task, here = results[0].task, results[0].facts["machine"]
     sweeps = [swept(kind, results) for kind in SWEEPS if any(result.task.sweep == kind for result in results)]
     where = f"{here['gpu']}, CUDA" if task.device == CUDA else f"{here['cpu']}, {threads(task.threads)}"
@@ -200,7 +200,7 @@ def section(results: list[Result], end: str) -> Section:
 
 
 def swept(kind: str, results: list[Result]) -> Sweep:
-    """The points of a sweep. What was measured stays where a later run of the same network left it out."""
+    """The points of a sweep. A measurement stays if a later run of the same network has none for that method."""
     rows: dict[int, dict[Key, Row]] = {}
     for result in sorted((r for r in results if r.task.sweep == kind), key=lambda result: result.task.size):
         at = rows.setdefault(result.task.size, {})
@@ -224,7 +224,7 @@ def threads(count: int) -> str:
 
 
 def averages(sweeps: Sequence[Sweep], end: str) -> Table:
-    """Means over sizes of the medians, beside the published."""
+    """Means over sizes of the medians, beside the published averages."""
     header = ["method", *(f"update, {s.kind}" for s in sweeps), "update, all", "lowest – highest", "published", "whole step, all"]
     body: list[Sequence[str]] = []
     for key in dict.fromkeys(key for found in sweeps for key in found.keys):
@@ -252,7 +252,7 @@ def plot(found: Sweep, quantity: str, name: str, title: str, label: str) -> Plot
 
 
 def times_table(found: Sweep, end: str) -> Table:
-    """Milliseconds at every size, and how they grow."""
+    """Milliseconds at every size, and the slope of their growth."""
     header = ["method", *map(str, found.rows), "slope", "slope − Adam's"]
     body: list[Sequence[str]] = [[found.label(key), *found.time_cells(key), *found.slope_cells(key)] for key in found.keys]
     caption = f"{SWEEPS[found.kind]}. Slopes of log time against log size.{missing(found)}"

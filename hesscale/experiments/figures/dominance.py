@@ -2,8 +2,8 @@
 
 ρ(A) = ‖diag A‖_F / ‖A‖_F of ∇²_{a_l} L in each hidden layer of an MLP, before and after training. Where the paper's text is
 silent, the values are those of its authors' code: nn.Linear's initialization, Adam with step size 1e-4, pixels in [−1, 1], and
-the Hessian of the loss of one training example. The activation is tanh, not their ReLU: it comes near the
-published values, and ReLU does not.
+the Hessian of the loss of one training example. The activation is tanh, not their ReLU: with tanh the values are close to the
+published ones, and with ReLU they are not.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ RANDOM_MATRICES = 100
 PUBLISHED = {"before": (0.94, 0.91, 0.89, 0.91), "after": (0.75, 0.54, 0.81, 0.98)}
 OF_PAPER = "The paper's values are of 300 networks on EMNIST."
 COLOURS = {"before": "#1f77b4", "after": "#d62728"}
-AVERAGED = {"before": "#17becf", "after": "#ff7f0e"}  # of what is averaged over networks first
+AVERAGED = {"before": "#17becf", "after": "#ff7f0e"}  # colours of values that are averaged over networks first
 
 # f, and f' and f'' from h = f(a)
 ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], tuple[Tensor, Tensor]]]] = {
@@ -58,7 +58,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Task:
-    """A block of networks: ``count`` of them from number ``first`` on. Each is the same in any block, up to rounding."""
+    """A block of ``count`` networks, from number ``first`` on. Each is the same in any block, up to rounding."""
 
     dataset: str
     first: int
@@ -115,7 +115,7 @@ class Networks:
         return h
 
     def backward(self, x: Tensor, y: Tensor) -> Tensor:
-        """Set ``.grad`` to that of each network's mean cross-entropy. Returns the logits."""
+        """Set ``.grad`` to the gradients of each network's mean cross-entropy. Returns the logits."""
         _, derivatives = ACTIVATIONS[self.activation]
         *h, logits = self.forward(x)
         g = softmax_gradient(logits, y) / y.shape[1]
@@ -156,18 +156,18 @@ def softmax_hessian(logits: Tensor) -> Tensor:
 
 
 def rho(A: Tensor) -> Tensor:
-    """ρ of each matrix: 1 if it is diagonal, 0 if its diagonal is zero, nan if all of it is."""
+    """ρ of each matrix: 1 if it is diagonal, 0 if its diagonal is zero, nan if the whole matrix is zero."""
     found: Tensor = A.diagonal(dim1=-2, dim2=-1).norm(dim=-1) / torch.linalg.matrix_norm(A)
     return found
 
 
 def random_numbers(task: Task, network: int, epoch: int) -> np.random.Generator:
-    """Those of one network: for its beginning, and for the order of its examples in every epoch from 1 on."""
+    """The random numbers of one network: epoch 0 is for its initialization, later epochs are for the order of its examples."""
     return np.random.default_rng([task.seed, task.first + network, epoch])
 
 
 def new_networks(task: Task, inputs: int, outputs: int, examples: int) -> tuple[Networks, Tensor]:
-    """Networks initialized as nn.Linear is, and the examples for the Hessians of each, (network, sample)."""
+    """Networks initialized as in nn.Linear, and the examples for the Hessians of each, (network, sample)."""
     pairs = [*itertools.pairwise([inputs, *[WIDTH] * LAYERS, outputs])]
     weights = [torch.empty(task.count, m, n, dtype=torch.float32, device="cpu") for n, m in pairs]
     biases = [torch.empty(task.count, 1, m, dtype=torch.float32, device="cpu") for _, m in pairs]
@@ -224,7 +224,7 @@ def run(task: Task, run: Run, data: Path | None) -> dict[str, Any]:
 
 
 def train(task: Task, run: Run, networks: Networks, batch_of: Callable[[Tensor], tuple[Tensor, Tensor]], examples: int) -> None:
-    """Adam on all networks, from the last checkpoint on. Each epoch has the whole batches of an order of its own."""
+    """Train all networks with Adam, from the last checkpoint on. Each epoch has its own order, and only full batches."""
     adam = torch.optim.Adam(networks.parameters, lr=task.step_size, fused=True)
     begin = 0
     if run.state is not None:
@@ -253,7 +253,7 @@ def sections(results: list[Result]) -> list[Section]:
     groups: dict[Task, dict[int, Result]] = {}
     for result in sorted(results, key=lambda result: (result.task.first, result.task.count)):
         group = replace(result.task, first=0, count=0)
-        groups.setdefault(group, {})[result.task.first] = result  # of two blocks that begin alike, the larger
+        groups.setdefault(group, {})[result.task.first] = result  # of two blocks with the same first network, the larger
     apart = [field.name for field in fields(Task) if len({getattr(task, field.name) for task in groups}) > 1]
     found = []
     for task, blocks in groups.items():

@@ -23,7 +23,7 @@ from ._quality_figures import sections
 HIDDEN = (32, 32, 32)
 BLOCK = 5  # networks in a run
 CHECKPOINT_SECONDS = 5.0
-INITIAL, ANOTHER, ORDER, DRAWS = range(4)  # what random numbers are for
+INITIAL, ANOTHER, ORDER, DRAWS = range(4)  # purposes of random numbers
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Task:
-    """Networks ``first`` to ``first + count − 1``, which are the same in whatever run they are."""
+    """Networks ``first`` to ``first + count − 1``. Each is the same in any run."""
 
     dataset: str
     first: int
@@ -95,7 +95,7 @@ def run(task: Task, run: Run, data: Path | None) -> Mapping[str, Any]:
 
 
 def examples_of(task: Task, dataset: Dataset) -> tuple[Tensor, Tensor, list[int]]:
-    """For each network its examples in their order, (networks, examples, inputs), their labels, and the sizes of its layers."""
+    """The examples of each network in order, (networks, examples, inputs), their labels, and the sizes of the layers."""
     images, labels = dataset.images("train"), dataset.labels("train")
     if task.examples > len(images):
         raise ValueError(f"{dataset.title} has {len(images)} training examples, fewer than the {task.examples} asked for")
@@ -115,7 +115,7 @@ def brightness(images: Tensor) -> tuple[float, float]:
 
 
 def generators(task: Task, purpose: int, step: int = 0) -> methods.Generators:
-    """One for each network, the same whatever else is done."""
+    """A random generator for each network, which depends only on the seed, the network, the purpose and the step."""
     keys = [[task.seed, network, purpose, step] for network in range(task.first, task.first + task.count)]
     return [numpy.random.Generator(numpy.random.SFC64(key)) for key in keys]
 
@@ -132,10 +132,10 @@ def beginning(task: Task, sizes: list[int]) -> dict[str, Any]:
 
 
 def advance(task: Task, state: dict[str, Any], inputs: Tensor, labels: Tensor) -> dict[str, Any]:
-    """Measure at these examples, and learn them."""
+    """Measure at these examples, and then train on them."""
     at = methods.propagate(state["layers"], inputs, labels)
     check_finite(task, state["step"], at.q)
-    another = methods.propagate(state["others"], inputs, labels) if task.quirks else at  # whose BL89 is taken
+    another = methods.propagate(state["others"], inputs, labels) if task.quirks else at  # the network of BL89
     random = generators(task, DRAWS, state["step"])
     truth = methods.exact(at)
     found = methods.structured(at, methods.bl89(another, task.quirks), methods.draw_labels(at, random))
@@ -158,7 +158,7 @@ def check_finite(task: Task, step: int, values: Tensor) -> None:
 
 
 def adahessian_errors(task: Task, at: methods.Pass, truth: methods.Rows, random: methods.Generators) -> Tensor:
-    """(networks, layers, methods), one network at a time: its draws for all parameters just fit into a cache."""
+    """Errors as (networks, layers, methods), one network at a time: its draws for all parameters just fit into the cache."""
     errors = []
     for k in range(task.count):
         one, t = at.of(k), [rows[k : k + 1] for rows in truth]

@@ -1,4 +1,4 @@
-"""Reinforcement learning: A2C and PPO with each optimizer, return by steps of the environment (Fig. 5, Appendix H)."""
+"""Reinforcement learning: return of A2C and PPO with each optimizer against steps of the environment (Fig. 5, Appendix H)."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def algorithm(configs: Sequence[Config]) -> Algorithm:
 
 
 def kind(config: Config) -> Config:
-    """The same for agents that can learn together."""
+    """A key that is the same for agents that can be trained together."""
     same: dict[str, Any] = dict.fromkeys(OWN, 0)
     return dataclasses.replace(config, **same)
 
@@ -126,7 +126,7 @@ def run(task: Config, run: Run, data: Path | None) -> Mapping[str, Any]:
 
 
 def run_together(tasks: Sequence[Config], runs: Sequence[Run], data: Path | None) -> Sequence[Mapping[str, Any]]:
-    """Train agents side by side. Agents that were interrupted at different steps go on in separate groups."""
+    """Train agents together. Agents that were interrupted at different steps resume in separate groups."""
     groups: dict[int, list[int]] = {}
     for k, run in enumerate(runs):
         groups.setdefault(run.state["learning"]["world"]["steps"] if run.state else 0, []).append(k)
@@ -138,7 +138,7 @@ def run_together(tasks: Sequence[Config], runs: Sequence[Run], data: Path | None
 
 
 class Training:
-    """Agents that take their steps together, each with a run to log to."""
+    """Agents that are trained together, each with a run to log to."""
 
     def __init__(self, tasks: Sequence[Config], runs: Sequence[Run]) -> None:
         self.steps, self.runs = tasks[0].steps, runs
@@ -243,18 +243,18 @@ class Score:
         return {"charts/episodic_return": total / count, "charts/episodic_length": length / count}
 
     def values(self) -> dict[str, Any]:
-        """Means over the run, by step (an episode counts as often as it has steps) and by episode; None before the first."""
+        """Mean returns over the run, weighted by the episodes' lengths and unweighted; None before the first episode ends."""
         by_step = self.sum_by_steps / self.steps if self.episodes else None
         return {"mean_return": by_step, "mean_return_of_episodes": self.sum / self.episodes if self.episodes else None}
 
 
 @dataclass
 class Pace:
-    """How long steps took, without compilation."""
+    """The time that steps took, without compilation."""
 
     steps: int = 0
     seconds: float = 0.0
-    steps_before: int = 0  # the last log
+    steps_before: int = 0  # at the last log
     seconds_before: float = 0.0
 
     def add(self, steps: int, seconds: float) -> None:
@@ -265,7 +265,7 @@ class Pace:
         return self.steps / self.seconds if self.steps else None
 
     def recent(self) -> dict[str, float]:
-        """Since the last log."""
+        """Steps per second since the last log."""
         steps, seconds = self.steps - self.steps_before, self.seconds - self.seconds_before
         self.steps_before, self.seconds_before = self.steps, self.seconds
         return {"charts/SPS": steps / seconds} if steps else {}

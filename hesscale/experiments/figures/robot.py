@@ -20,8 +20,8 @@ from ._rl_figures import averaged, conditions, curve
 
 ENV = "hesscale/UR-Reacher-2D-v0"
 STANDING_STILL = -74.1  # mean return of the policy that does nothing, over 1.4 million targets
-WINDOW = 0.1  # of a run's steps, that returns are averaged over: 250 episodes of 250,000 steps
-MUCH = 0.1  # a larger drop, as a part of the gain, is a deterioration
+WINDOW = 0.1  # share of a run's steps over which returns are averaged: 250 episodes of 250,000 steps
+MUCH = 0.1  # a drop by more than this share of the gain is a deterioration
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def work(settings: Settings) -> str:
 
 
 class Course(NamedTuple):
-    """How a run went: the largest of its smoothed returns, where that was, and the last, or None after a divergence."""
+    """How a run went: its largest smoothed return, the step of that, and its last smoothed return, or None if it diverged."""
 
     peak: Summary
     peak_step: int
@@ -76,20 +76,20 @@ class Course(NamedTuple):
 
     @property
     def part(self) -> float | None:
-        """The drop as a part of what was gained over standing still, if anything was."""
+        """The drop as a share of the gain over standing still; None if there was no gain."""
         gain = self.peak.mean - STANDING_STILL
         return self.drop.mean / gain if self.drop is not None and gain > 0 else None
 
 
 def smoothed(result: Result) -> dict[int, Summary]:
-    """At each logged step, from the first whole window on: the returns that were logged in the window that ends there."""
+    """A moving average: at each logged step from the first full window on, the mean of the returns in the window before it."""
     points, window = curve(result), WINDOW * result.task.steps
     inside = {step: [value for at, value in points if step - window < at <= step] for step, _ in points if step >= window}
     return {step: summary(values) for step, values in inside.items()}
 
 
 def course(result: Result) -> Course | None:
-    """None if no returns were logged for a whole window."""
+    """The course of a run; None if no returns were logged for a full window."""
     points = smoothed(result)
     if not points:
         return None
@@ -103,7 +103,7 @@ def is_deteriorated(result: Result) -> bool:
 
 
 def sections(results: list[Result]) -> list[Section]:
-    """One for each way to train."""
+    """A section for each way to train."""
     groups: dict[tuple[Any, ...], list[Result]] = {}
     for result in results:
         same = {name: value for name, value in asdict(result.task).items() if name not in ("optimizer", "seed")}
@@ -112,7 +112,7 @@ def sections(results: list[Result]) -> list[Section]:
 
 
 def section(results: list[Result], end: str) -> Section:
-    """``end`` tells the files of several sections apart."""
+    """A section; ``end`` is a suffix that keeps the files of several sections apart."""
     task = results[0].task
     ordered = sorted(results, key=lambda result: result.task.seed)
     runs = {name: [result for result in ordered if result.task.optimizer == name] for name in AGENT_OPTIMIZERS}

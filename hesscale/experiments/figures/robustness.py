@@ -1,4 +1,4 @@
-"""Robustness to the step size: returns of A2C and PPO against it, with and without a trust region (Fig. 6, Appendix H)."""
+"""Robustness to the step size: returns of A2C and PPO by step size, with and without a trust region (Fig. 6, Appendix H)."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ PRESETS = {
 
 
 def sections(results: list[Result]) -> list[Section]:
-    """One for each algorithm and way to train."""
+    """A section for each algorithm and way to train."""
     return [section(found, end) for found, end in by_way(results)]
 
 
 def section(results: list[Result], end: str) -> Section:
-    """``end`` tells the files of several sections apart."""
+    """A section; ``end`` is a suffix that keeps the files of several sections apart."""
     task, by_env = results[0].task, by_environment(results)
     known = [scores for env, found in by_env.items() if (scores := scores_of(env, found)) is not None]
     kinds = [name for name in AGENT_OPTIMIZERS if any(result.task.optimizer == name for result in results)]
@@ -110,7 +110,7 @@ def overall(known: list[Scores], over_all: dict[str, dict[float, Estimate]], alg
     rows: list[Sequence[str]] = []
     for name, points in over_all.items():
         spans = [extremes(means, lambda at: at.mean)[2] for scores in known if (means := scores.means(name))]
-        cells = ["–"] * 3  # where no seed has all environments
+        cells = ["–"] * 3  # if no seed has all environments
         if points:
             best, worst, span = extremes(points, lambda at: at.iqm)
             cells = [*[f"{points[size].text()} at {size:g}" for size in (best, worst)], f"{span:.2f}"]
@@ -124,7 +124,7 @@ def overall(known: list[Scores], over_all: dict[str, dict[float, Estimate]], alg
 
 
 def extremes(points: dict[float, Any], value: Callable[[Any], float]) -> tuple[float, float, float]:
-    """The step sizes of the highest and the lowest value, and how far these are apart."""
+    """The step sizes with the highest and the lowest value, and the difference between the two values."""
     values = {size: value(at) for size, at in points.items()}
     best, worst = max(values, key=values.__getitem__), min(values, key=values.__getitem__)
     return best, worst, values[best] - values[worst]

@@ -108,7 +108,7 @@ def work(settings: Settings) -> str:
 
 
 def is_timed(task: Task) -> bool:
-    """On a GPU, where other runs would share its time, seconds are wall time."""
+    """Whether a task must run alone: on a GPU, seconds are wall time, and other runs would share the GPU."""
     return task.device == "cuda"
 
 

@@ -102,7 +102,7 @@ def add_baseline(account: Account, summary: Facts) -> None:
 
 
 def say(section: Section, account: Account) -> None:
-    """Say at the top of a section that it shows earlier reports too, and how their settings differ."""
+    """State at the top of a section that it also shows earlier reports, and how their settings differ."""
     others = [text for facts in account.baselines if (text := differences(account, facts))]
     if account.baselines:
         section.text = " ".join(["Beside these runs, those of earlier reports.", *others, section.text])
@@ -127,13 +127,13 @@ def labels_shown(shown: Facts) -> list[str]:
 
 
 def is_other(here: Mapping[str, str], there: Mapping[str, str]) -> bool:
-    """Whether all runs there have another value of some setting than all runs here."""
+    """Whether there is a setting that has one value in all runs here and another in all runs there."""
     shared = [(here[name], there[name]) for name in here.keys() & there.keys()]
     return any(own != other and "," not in own + other for own, other in shared)
 
 
 def renamed(labels: Sequence[str], here: set[str], is_other: bool) -> dict[str, str]:
-    """New labels for those of a summary, so that no two series have the same."""
+    """New labels for the series of a summary, so that no two series have the same label."""
     names: dict[str, str] = {}
     for label in labels:
         name = f"{label}, earlier" if is_other else label
@@ -157,13 +157,13 @@ def add_series(plot: Plot, shown: Facts, names: Mapping[str, str]) -> None:
 
 
 def values_of(series: Series) -> list[list[float | None] | None]:
-    """As a summary has them."""
+    """The numbers of a series in the form that a summary has."""
     values = [getattr(series, name) for name in NUMBERS]
     return [None if several is None else numbers(as_array(several)) for several in values]
 
 
 def add_rows(table: Table, shown: Facts, names: Mapping[str, str]) -> None:
-    """Columns that only one of them has are empty in the rows of the other."""
+    """Add the rows of a summary to a table. Columns that only one of the two has get a dash in the rows of the other."""
     here, before = numbered(table.header), numbered(shown["header"])
     if before[0] != here[0]:
         raise ValueError(f"{table.title} has other rows in the summary: its first column is {shown['header'][0]!r}")
@@ -180,7 +180,7 @@ def cells(header: Sequence[object], row: Sequence[str], columns: Sequence[object
 
 
 def numbered(header: Sequence[str]) -> list[tuple[str, int]]:
-    """Columns by name, and how many of that name are before: some come twice."""
+    """Each column as its name and the number of earlier columns with the same name, since a name may occur twice."""
     seen: Counter[str] = Counter()
     found = []
     for name in header:

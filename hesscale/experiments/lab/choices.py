@@ -1,4 +1,4 @@
-"""What a setting can be chosen from by name."""
+"""The named values that a setting can be chosen from."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ N = TypeVar("N", bound=Named)
 
 
 class Choices(dict[str, N]):
-    """Things by name, in order. Those with an alias are found under it too, but are listed once.
+    """Objects by name, in order. An object with an alias is found under both names, but is listed once.
 
     >>> from types import SimpleNamespace as Colour
     >>> colours = Choices([Colour(name="grey"), Colour(name="red")], aliases={"gray": "grey"})
@@ -39,7 +39,7 @@ class Choices(dict[str, N]):
 
 
 def choose(names: str, known: Mapping[str, T], what: str) -> list[T]:
-    """Those that are named, separated by commas, each once."""
+    """The choices in a comma-separated list of names, each once."""
     wanted = [name.strip() for name in names.split(",") if name.strip()]
     for name in wanted:
         if name not in known:
@@ -48,5 +48,5 @@ def choose(names: str, known: Mapping[str, T], what: str) -> list[T]:
 
 
 def named(names: Iterable[str]) -> dict[str, str]:
-    """Names to choose from that stand for themselves."""
+    """Choices that consist of a name alone."""
     return {name: name for name in names}

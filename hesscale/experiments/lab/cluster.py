@@ -1,7 +1,7 @@
 """Tasks of a sweep on a Ray cluster, whose machines need not share any files.
 
-Tasks travel with the files of their runs, are worked on for a while in directories of their own, and come back with them at a
-checkpoint: what is lost with a machine, or with the process that asked, is what was done since.
+A machine receives tasks with the files of their runs, works on them for a while in temporary directories, and sends the files
+back at a checkpoint. If a machine or the driver process dies, only the work since the files were last sent back is lost.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def run_on_ray(sweep: Sweep, address: str, workers: int) -> None:
     is_alone = sweep.experiment.is_alone(sweep.tasks.values())
     sweep.divide(1 if is_alone else cpus(ray))
     work = ray.remote(num_cpus=1, max_retries=0)(work_for_a_while)
-    away: dict[Any, tuple[Keys, ExitStack]] = {}  # keys and locks, by what Ray promises
+    away: dict[Any, tuple[Keys, ExitStack]] = {}  # keys and locks of the tasks that were sent, by Ray's object reference
     try:
         while sweep.left or away:
             most = 1 if is_alone else 2 * cpus(ray)
@@ -101,9 +101,7 @@ def receive(sweep: Sweep, ray: Any, keys: Keys, promise: Any) -> None:
 def work_for_a_while(
     experiment: Experiment, tasks: list[tuple[Task, Files]], data: Path | None, command: str, tensorboard: bool, seconds: float
 ) -> tuple[list[Files], list[str] | None]:
-    """The files of some runs after some work on them, and what went wrong with each: "" if it is done; None if there is more to
-    do.
-    """
+    """Work on some runs for a while. Returns their files, and the error of each, "" if it is done; None if work is left."""
     torch.set_num_threads(1)
     if data is not None and not data.exists():
         problem = f"{data} is not there on {platform.node()}: data sets must have the same path on every machine of the cluster"
@@ -127,14 +125,14 @@ def files_in(directory: Path) -> Files:
 
 
 def take(directory: Path) -> Files:
-    """What a run needs to go on; its lock is held."""
+    """The files that a run needs to resume; the caller holds its lock."""
     if has_begun(directory):
-        connect(directory).close()  # which undoes what was being written when a process was killed
+        connect(directory).close()  # this rolls back what a process that was killed had not finished writing
     return {name: (directory / name).read_bytes() for name in ORDER if (directory / name).exists()}
 
 
 def put(directory: Path, files: Files) -> None:
-    """Each file whole, and the checkpoint last: the one of before goes with the new database too."""
+    """Write each file atomically, and the checkpoint last: until then, the old checkpoint works with the new database too."""
     for name in [*(files.keys() - ORDER), *(name for name in ORDER if name in files)]:
         write_whole(directory / name, lambda path, name=name: path.write_bytes(files[name]))  # type: ignore[misc]
     if files and "checkpoint.pt" not in files:

@@ -1,4 +1,4 @@
-"""Commands made from experiments: each setting is an option, and a command does the runs and prints their tables."""
+"""A command for each experiment: each setting is an option, and the command does the runs and prints their tables."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SECONDS_BETWEEN_LINES = 20.0
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Options that all experiments share: where runs and data are kept, and where tasks are done."""
+    """Options that all experiments share: where runs and data are stored, and where tasks are done."""
 
     workers: int = dataclasses.field(default=0, metadata={"help": "worker processes; 0 for one per core"})
     together: int = dataclasses.field(
@@ -57,7 +57,7 @@ def run_options(given: Mapping[str, Any]) -> RunOptions:
 
 
 def command_of(experiment: Experiment) -> Callable[..., None]:
-    """A function with an option for every setting, as typer reads them."""
+    """A function that typer turns into a command, with an option for every setting."""
 
     def command(preset: str, **given: Any) -> None:
         where = run_options({field.name: given.pop(field.name) for field in dataclasses.fields(RunOptions)})
@@ -152,7 +152,7 @@ PRESET = inspect.Parameter(
 
 
 def values_in_presets(experiment: Experiment, field: dataclasses.Field[Any]) -> str:
-    """The defaults of an option, with a space after each comma so that lines can be broken there."""
+    """The defaults of an option, with a space after each comma to allow line breaks."""
     values = [str(getattr(experiment.presets[preset], field.name)).replace(",", ", ") or "none" for preset in PRESETS]
     if len({*values}) == 1:
         return f" ({values[0]})"
@@ -169,7 +169,7 @@ def settings_of(experiment: Experiment, preset: str, changed: Mapping[str, Any])
 
 
 def tasks_of(experiment: Experiment, several: list[Any]) -> list[Task]:
-    """What all settings ask for, each task once."""
+    """The tasks that all these settings ask for, each once."""
     try:
         tasks = [as_task(task) for settings in several for task in experiment.tasks(settings)]
     except ValueError as error:
@@ -178,7 +178,7 @@ def tasks_of(experiment: Experiment, several: list[Any]) -> list[Task]:
 
 
 def command_text(name: str, preset: str, changed: Mapping[str, Any]) -> str:
-    """The command that does the same again, without the folders of runs and data."""
+    """The command that repeats this, without the folders of runs and data."""
     words = [f"--{key.replace('_', '-')}={value}" for key, value in changed.items() if not isinstance(value, bool)]
     words += [f"--{'' if value else 'no-'}{key.replace('_', '-')}" for key, value in changed.items() if isinstance(value, bool)]
     return shlex.join(["hesscale", name, f"--preset={preset}", *words])
@@ -212,7 +212,7 @@ def run_experiment(experiment: Experiment, tasks: list[Task], where: RunOptions,
 
 
 def finish(console: Console, experiment: Experiment, store: Store, settings: Any) -> None:
-    """Do what an experiment does with finished runs."""
+    """Do what an experiment does after its runs have finished."""
     asked = {task: as_task(task) for task in experiment.tasks(settings)}
     finished = {
         task: store.directory(experiment.name, values)

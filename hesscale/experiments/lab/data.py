@@ -35,11 +35,11 @@ class Dataset:
         name: as :func:`load` knows it.
         train_images: bytes, as (images, rows, columns) or (images, 3, rows, columns).
         train_labels: int64, from 0 to classes − 1.
-        test_images: as those for training.
-        test_labels: as those for training.
-        classes: how many there are.
+        test_images: as train_images.
+        test_labels: as train_labels.
+        classes: the number of classes.
         title: what to call it in a figure.
-        scale: what the brightest pixel would be.
+        scale: the value of the brightest possible pixel.
 
     Example:
         >>> digits = load("digits")
@@ -57,7 +57,7 @@ class Dataset:
     scale: int = 255
 
     def images(self, split: str) -> Tensor:
-        """Those of ``"train"`` or ``"test"``."""
+        """The images of ``"train"`` or ``"test"``."""
         return {"train": self.train_images, "test": self.test_images}[split]
 
     def labels(self, split: str) -> Tensor:
@@ -75,19 +75,19 @@ class Remote:
     url: str
     sha256: str
     path: str
-    folder: str = ""  # an archive's members go here
+    folder: str = ""  # members of an archive are unpacked to this folder
     members: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a data set lies below the folder of data sets, and what must be found there."""
+    """The location of a data set below the folder of data sets, and what must be found there."""
 
     title: str
     classes: int
     shape: tuple[int, ...]
     counts: tuple[int, int]
-    files: tuple[str, str]  # for training and testing; with IDX, what their names begin with
+    files: tuple[str, str]  # for training and testing; for IDX files, prefixes of their names
     read: Callable[[Path, tuple[int, ...]], tuple[Tensor, Sequence[Any], Path]]
     remotes: tuple[Remote, ...] = ()
 
@@ -98,12 +98,12 @@ def names() -> list[str]:
 
 
 def folder(root: str | Path | None = None) -> Path:
-    """Where data sets are: ``root``, or ``HESSCALE_DATA``, or ``data`` below the working directory."""
+    """The folder of data sets: ``root``, or ``HESSCALE_DATA``, or ``data`` below the working directory."""
     return Path(root or os.environ.get("HESSCALE_DATA") or "data").expanduser()
 
 
 def load(name: str, root: str | Path | None = None) -> Dataset:
-    """The data set of this name from the files below ``root``, which are checked; DataError if they will not do."""
+    """Read the data set of this name from the files below ``root``. DataError if they are missing or not as expected."""
     if name == "digits":
         return digits()
     source = source_of(name)
@@ -122,7 +122,7 @@ def load(name: str, root: str | Path | None = None) -> Dataset:
 
 @functools.lru_cache
 def fingerprint(name: str, root: str | Path | None = None) -> str:
-    """What tells data of the same name and shape apart."""
+    """A fingerprint that distinguishes data of the same name and shape."""
     found, digest = load(name, root), hashlib.sha256()
     for tensor in (found.train_images, found.train_labels, found.test_images, found.test_labels):
         digest.update(tensor.numpy().tobytes())
@@ -156,7 +156,7 @@ def digits() -> Dataset:
 
 
 def checked(labels: Sequence[Any], count: int, classes: int, path: Path) -> Tensor:
-    """Labels as a tensor, once there are ``count`` and each is one of the classes."""
+    """Labels as a tensor, after checking that there are ``count`` and that each is one of the classes."""
     if len(labels) != count:
         raise DataError(f"{path} has {len(labels)} labels where {count} belong")
     strange = next((label for label in labels if type(label) is not int or not 0 <= label < classes), None)
@@ -173,13 +173,13 @@ def read_idx(start: Path, shape: tuple[int, ...]) -> tuple[Tensor, Sequence[int]
 
 
 def read_transposed_idx(start: Path, shape: tuple[int, ...]) -> tuple[Tensor, Sequence[int], Path]:
-    """The same for EMNIST, whose files have rows as columns."""
+    """The same for EMNIST, whose files store images transposed."""
     images, labels, path = read_idx(start, shape)
     return images.mT.contiguous(), labels, path
 
 
 def read_idx_file(path: Path, shape: tuple[int, ...]) -> tuple[Tensor, Path]:
-    """Bytes in IDX: 0, 0, 8 (for bytes), the number of dimensions, each as four bytes, the values. Unpacked, or as .gz."""
+    """Read an IDX file, plain or .gz: 0, 0, 8 (for bytes), the number of dimensions, each size in four bytes, the values."""
     if not path.exists():
         path = path.with_name(f"{path.name}.gz")
     content = path.read_bytes()
@@ -204,7 +204,7 @@ def by(shape: tuple[int, ...]) -> str:
 
 
 class Call:
-    """A call that a pickle asks for: noted, never made."""
+    """A call that a pickle asks for, which is recorded and never made."""
 
     __slots__ = ("args", "name", "state")
 
@@ -217,7 +217,7 @@ class Call:
 
 
 class InertUnpickler(pickle.Unpickler):
-    """Reads lists, dicts, numbers and text; arrays as the calls that would make them; refuses all else."""
+    """Reads lists, dicts, numbers and text, and arrays as the calls that would make them. It refuses everything else."""
 
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}".replace("numpy._core.", "numpy.core.")
@@ -227,7 +227,7 @@ class InertUnpickler(pickle.Unpickler):
 
 
 def read_cifar(path: Path, shape: tuple[int, ...]) -> tuple[Tensor, Sequence[Any], Path]:
-    """Images and fine labels from a pickle by Python 2, whose text is bytes, or by Python 3."""
+    """Images and fine labels from a pickle that Python 2 (whose strings are bytes) or Python 3 wrote."""
     try:
         with path.open("rb") as file:
             batch = InertUnpickler(file, encoding="bytes").load()
@@ -235,7 +235,7 @@ def read_cifar(path: Path, shape: tuple[int, ...]) -> tuple[Tensor, Sequence[Any
         images, labels = array(entries["data"]), list(entries["fine_labels"])
     except OSError:
         raise
-    except Exception as error:  # whatever a damaged pickle leads to
+    except Exception as error:  # a damaged pickle may raise anything
         raise DataError(f"{path} is damaged, or none of CIFAR's ({type(error).__name__}: {error})") from None
     expected = (shape[0], math.prod(shape[1:]))
     if images.shape != expected:
@@ -244,7 +244,7 @@ def read_cifar(path: Path, shape: tuple[int, ...]) -> tuple[Tensor, Sequence[Any
 
 
 def array(call: Call) -> Tensor:
-    """An array of bytes from what numpy keeps of it: a version, shape, type, whether columns come first, and the content."""
+    """An array of bytes from numpy's pickled state: a version, shape, dtype, whether the order is Fortran's, and the content."""
     _, shape, kind, columns_first, content = call.state
     if isinstance(content, Call) and content.name == "_codecs.encode":  # how Python 3 writes bytes for Python 2
         text, encoding = content.args
@@ -257,9 +257,9 @@ def array(call: Call) -> Tensor:
 
 
 def download(name: str, root: str | Path | None = None, progress: Progress | None = None) -> None:
-    """Get the official files of a data set that are not there yet; those that are there are not touched.
+    """Download the official files of a data set that are missing; files that are there are not touched.
 
-    A download that broke off goes on where it was. Nothing is put in place before its checksum is found right.
+    A download that was interrupted resumes. A file is put in place only after its checksum has been verified.
     """
     if name == "digits":
         return

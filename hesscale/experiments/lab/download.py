@@ -1,4 +1,4 @@
-"""Downloads that check the checksum and resume where an earlier attempt broke off."""
+"""Downloads that verify the checksum and resume where an earlier attempt stopped."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from urllib.request import Request, urlopen
 
 from .files import write_whole
 
-Progress = Callable[[str, int, "int | None"], None]  # of which file, bytes done, bytes in all where the server says so
+Progress = Callable[[str, int, "int | None"], None]  # the file, bytes done, and total bytes if the server tells
 
 CHUNK = 1 << 20
 TIMEOUT = 60  # seconds without a byte
@@ -47,14 +47,14 @@ def fetch(url: str, path: Path, sha256: str, progress: Progress | None = None) -
 
 
 def transfer(url: str, part: Path, progress: Progress) -> None:
-    """Append to ``part`` what is missing."""
+    """Append the missing bytes to ``part``."""
     done = part.stat().st_size if part.exists() else 0
     request = Request(url, headers={"Range": f"bytes={done}-"} if done else {})
     try:
         response = urlopen(request, timeout=TIMEOUT)
     except HTTPError as error:
         with error:
-            if error.code == 416 and done:  # there is nothing after it
+            if error.code == 416 and done:  # the part is complete already
                 return
             raise
     with response:

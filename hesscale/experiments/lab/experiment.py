@@ -20,22 +20,22 @@ PRESETS = ("smoke", "small", "paper")
 
 @dataclass(frozen=True)
 class Experiment:
-    """What a file in ``hesscale/experiments/figures`` defines as its ``EXPERIMENT``.
+    """An experiment, which a file in ``hesscale/experiments/figures`` defines as its ``EXPERIMENT``.
 
     Attributes:
         name: the name of its command.
         title: one line on what it shows.
         settings: a frozen dataclass; each field is an :func:`option` of the command line.
         presets: settings of ``smoke`` (seconds), ``small`` (minutes) and ``paper`` (the paper's).
-        task: a frozen dataclass of plain values: all that decides the numbers of one run, and nothing else.
+        task: a frozen dataclass of plain values: everything that the numbers of one run depend on, and nothing else.
         tasks: the tasks that settings ask for. Two settings that ask for the same task share its run.
         work: one line on how much work settings ask for.
         run: does a task and returns its results, tensors and plain values by name. It resumes from ``run.state`` if that is set.
-        sections: what the results show. Some results may be missing, and they may differ in any setting.
+        sections: makes the report's sections from results. Some results may be missing, and they may differ in any setting.
         alone: whether a task must run while no other does, because it measures time.
         run_together: does several tasks at once, each with its own run, and returns the results of each.
-        kind: tasks of the same kind can be done together.
-        after: does what settings ask for beyond runs, given the directories of finished ones; yields lines to print.
+        kind: maps a task to its kind; tasks of the same kind can be done together.
+        after: does further work that settings ask for, given the directories of finished runs; yields lines to print.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Experiment:
     def do_together(
         self, store: Store, tasks: Sequence[Task], data: Path | None, command: str = ""
     ) -> Sequence[BusyRun | DamagedRun | None]:
-        """Do several tasks, together where possible. Returns for each why it could not begin, or None; a single task raises."""
+        """Do several tasks, together if possible. Returns for each why it could not start, or None; a single task raises that."""
         problems: list[BusyRun | DamagedRun | None] = []
         with ExitStack() as stack:
             runs = []

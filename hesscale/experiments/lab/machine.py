@@ -57,7 +57,7 @@ def commit() -> str:
         return done.stdout.strip()
 
     try:
-        git("ls-files", "--error-unmatch", "__init__.py")  # a tree that merely contains it does not count
+        git("ls-files", "--error-unmatch", "__init__.py")  # fails if it is not tracked, as inside another project
         return git("rev-parse", "--short", "HEAD") + (" with changes" if git("status", "--porcelain", ".") else "")
     except (OSError, subprocess.SubprocessError):
         return "unknown"

@@ -9,13 +9,13 @@ from .plots import Table
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], rule: Sequence[str] = ()) -> str:
-    """Lines of a table; ``rule`` is what stands below the header of each column."""
+    """The lines of a table; ``rule`` is the text below the header of each column."""
     lines = [header, rule or ["---"] * len(header), *rows]
     return "".join(f"{line_of(line)}\n" for line in lines)
 
 
 def aligned_table(table: Table) -> str:
-    """The same with numbers at the right."""
+    """The same with numbers aligned right."""
     rule = ["---:" if is_numeric(table, column) else ":---" for column in range(len(table.header))]
     return markdown_table(table.header, table.rows, rule)
 
@@ -29,6 +29,6 @@ def escaped(text: str) -> str:
 
 
 def is_numeric(table: Table, column: int) -> bool:
-    """Whether to align a column at the right: it has numbers, whatever follows them, and dashes for none."""
+    """Whether to align a column right: its cells begin with numbers, or are dashes."""
     cells = [str(row[column]).strip() for row in table.rows]
     return any(cells) and all(re.match(r"[-+−]?[\d.]|nan|[-−]?inf|[–—-]?$", cell) for cell in cells)

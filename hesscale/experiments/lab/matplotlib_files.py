@@ -17,7 +17,7 @@ from .plots import Heat, Plot
 from .series_layout import DrawnSeries, as_array, check, few_values, lay_out, limits
 
 SYMBOLS = "os^DvPX<>p"
-MANY = 40  # points of a line, from which on it has no symbols
+MANY = 40  # lines with this many points or more have no symbols
 STYLE: Any = {
     "axes.axisbelow": True,
     "axes.edgecolor": "#444444",
@@ -34,7 +34,7 @@ STYLE: Any = {
 }
 
 
-UNWANTED = {"png": ["Software"], "svg": ["Date", "Creator"]}  # metadata that differ although the numbers are the same
+UNWANTED = {"png": ["Software"], "svg": ["Date", "Creator"]}  # metadata that change although the numbers do not
 
 
 def save_figure(
@@ -100,7 +100,7 @@ def draw_mark(axes: Any, mark: DrawnSeries) -> None:
 
 
 def handle(mark: DrawnSeries) -> Line2D:
-    """What stands for a mark in the legend."""
+    """The legend entry of a mark."""
     if mark.kind != "line":
         return Line2D([], [], linestyle="", marker="s" if mark.kind == "bars" else "o", color=mark.colour)
     symbol = SYMBOLS[mark.number % len(SYMBOLS)] if len(mark.x) < MANY else ""
@@ -115,7 +115,7 @@ def name_categories(axes: Any, plot: Plot) -> None:
 
 
 def turned(names: Sequence[str], room: int) -> dict[str, Any]:
-    """How to write names along an axis with room for so many letters."""
+    """The rotation of names along an axis that has room for this many letters."""
     is_tight = sum(len(name) + 2 for name in names) > room
     return {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if is_tight else {}
 
@@ -143,5 +143,5 @@ def draw_heat(heat: Heat) -> Figure:
 
 
 def plain(text: str) -> str:
-    """For matplotlib, to which two dollars are mathematics."""
+    """Text for matplotlib, which would read the text between two dollar signs as mathematics."""
     return text.replace("$", r"\$")

@@ -154,7 +154,7 @@ def figure(account: Account, item: Plot | Heat) -> str:
 
 
 def legend(plot: Plot, colours: Mapping[str, str] | None) -> str:
-    """Labels, each a button that shows and hides what it names."""
+    """The labels of a plot as buttons that show and hide their series."""
     buttons = [
         f'<button type="button" class="{mark.kind}{" dashed" if mark.dashed else ""}" style="--colour: {mark.colour}" '
         f'aria-pressed="true" data-name="{html.escape(text(mark.label))}">{html.escape(mark.label)}</button>'
@@ -190,7 +190,7 @@ def facts(found: Mapping[str, str]) -> str:
 
 
 def as_script(value: Any) -> str:
-    """JSON that no tag can end."""
+    """JSON for a script element, in which no text can close the element."""
     return json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
@@ -199,12 +199,12 @@ def link(target: str, words: str) -> str:
 
 
 def escape(plain: str) -> str:
-    """Text for HTML; what stands between backticks is code."""
+    """Text for HTML; text between backticks becomes code."""
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(plain))
 
 
 def slug(name: str) -> str:
-    """A name as a part of file names and addresses."""
+    """A name in a form that fits into file names and URLs."""
     found = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     if not found:
         raise ValueError(f"{name!r} cannot name a file: use letters a to z, or digits")

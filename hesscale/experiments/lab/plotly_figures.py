@@ -35,7 +35,7 @@ Figure = dict[str, Any]  # data and layout
 
 
 def figures(item: Plot | Heat, colours: Mapping[str, str] | None = None) -> list[Figure]:
-    """One for a plot, and one for each panel of a heat map."""
+    """The plotly figures of an item: one for a plot, and one for each panel of a heat map."""
     check(item)
     return panels(item) if isinstance(item, Heat) else [plot_figure(item, colours)]
 
@@ -64,7 +64,7 @@ def plot_figure(plot: Plot, colours: Mapping[str, str] | None) -> Figure:
 
 
 def traces(mark: DrawnSeries, has_categories: bool) -> list[Figure]:
-    """A mark and what belongs to it, all of one name."""
+    """The traces of a mark (its points, band, whiskers …), all with one name."""
     name = text(mark.label)
     silent: Figure = {"name": name, "type": "scatter", "mode": "lines", "hoverinfo": "skip"}
     hover = "%{y:.4~g}" if has_categories else "%{x:.4~g}, %{y:.4~g}"
@@ -98,7 +98,7 @@ def traces(mark: DrawnSeries, has_categories: bool) -> list[Figure]:
 
 
 def outline(x: Array, low: Array, high: Array) -> Figure:
-    """Of a band, in as many pieces as it has."""
+    """The outline of a band, which may have several pieces."""
     known = np.isfinite(x) & np.isfinite(low) & np.isfinite(high)
     around: Figure = {"x": [], "y": []}
     for piece in np.split(np.arange(len(known)), np.nonzero(~known)[0]):
@@ -145,7 +145,7 @@ def panels(heat: Heat) -> list[Figure]:
 
 
 def packed(values: Array) -> Figure:
-    """A matrix as plotly.js 2.28 and later unpack it: its bytes, in single precision where that holds them."""
+    """A matrix as bytes, which plotly.js 2.28 and later unpack; in single precision if that can represent the values."""
     fits = np.nanmax(np.abs(values), initial=0.0, where=np.isfinite(values)) < 1e38
     kind = "f4" if fits else "f8"
     data = base64.b64encode(values.astype(f"<{kind}").tobytes()).decode()
@@ -157,7 +157,7 @@ def numbers(values: Array) -> list[float | None]:
 
 
 def number(value: float) -> float | None:
-    """Rounded, to keep files small; None, which JSON has, for what is not finite."""
+    """A number, rounded to keep files small; None if it is not finite, since JSON has no such numbers."""
     return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
 
 
@@ -166,12 +166,12 @@ def named_ticks(values: Iterable[float], names: Iterable[str]) -> Figure:
 
 
 def axis(label: str, logarithmic: list[Array] | None) -> Figure:
-    """With the numbers along it if it is logarithmic."""
+    """An axis; ``logarithmic`` holds the numbers along it if it is logarithmic."""
     found = AXIS | {"type": "linear", "title": {"text": text(label), "standoff": 8}}
     if logarithmic is not None:
-        shown = [value for values in logarithmic for value in values if value > 0]  # which nan is not
-        powers = math.ceil(1.12 * math.log10(max(shown) / min(shown))) if shown else 0  # with the space at both ends
-        found |= {"type": "log", "nticks": min(9, max(4, powers))}  # with more, digits between powers run into each other
+        shown = [value for values in logarithmic for value in values if value > 0]  # leaves out nan too
+        powers = math.ceil(1.12 * math.log10(max(shown) / min(shown))) if shown else 0  # including the margins at both ends
+        found |= {"type": "log", "nticks": min(9, max(4, powers))}  # with more, the labels between powers overlap
     return found
 
 
@@ -181,5 +181,5 @@ def faint(colour: str) -> str:
 
 
 def text(plain: str) -> str:
-    """For plotly, which reads tags and entities of HTML."""
+    """Text for plotly, which would interpret HTML tags and entities."""
     return html.escape(plain, quote=False)

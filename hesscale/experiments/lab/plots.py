@@ -11,10 +11,10 @@ class Series:
     """Points with one name and colour."""
 
     label: str
-    x: Sequence[float]  # with Plot.categories, their numbers: 0, 1, …
+    x: Sequence[float]  # with Plot.categories, their indices 0, 1, …
     y: Sequence[float]
-    low: Sequence[float] | None = None  # a band, or whiskers of bars, from here …
-    high: Sequence[float] | None = None  # … to here
+    low: Sequence[float] | None = None  # the lower end of a band, or of the whiskers of bars
+    high: Sequence[float] | None = None  # the upper end
     kind: str = "line"  # "line", "dots" (a cloud, no line) or "bars"
     colour: str | None = None
     dashed: bool = False
@@ -24,14 +24,14 @@ class Series:
 class Plot:
     """One pair of axes."""
 
-    name: str  # of its files
+    name: str  # used for its files
     title: str
     series: list[Series]
     x_label: str = ""
     y_label: str = ""
     log_x: bool = False
     log_y: bool = False
-    categories: Sequence[str] = ()  # names along the x axis in place of numbers
+    categories: Sequence[str] = ()  # names along the x axis, in place of numbers
     caption: str = ""
 
 
@@ -59,7 +59,7 @@ class Table:
 
 @dataclass
 class Section:
-    """What an experiment has to show: a claim of the paper, and what was found."""
+    """A part of an experiment's report: a claim of the paper, and what was found."""
 
     title: str
     text: str = ""  # paragraphs, with blank lines between them

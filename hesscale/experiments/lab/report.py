@@ -21,7 +21,7 @@ from .plots import Heat, Plot, Section, Series, Table
 from .series_layout import COLOURS, as_array, check, palette
 from .store import FAILED, FINISHED, DamagedRun, Result, Store, Task
 
-FEW = 8  # values of a setting, up to which each is named
+FEW = 8  # up to this many values of a setting are listed
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Account:
     title: str
     command: str = ""
     sections: list[Section] = field(default_factory=list)
-    asked: int = 0  # runs
+    asked: int = 0  # number of runs
     statuses: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
     settings: dict[str, str] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class Account:
     machines: list[str] = field(default_factory=list)
     started: str = ""
     finished: str = ""
-    baselines: list[dict[str, Any]] = field(default_factory=list)  # how the reports shown beside it were made
+    baselines: list[dict[str, Any]] = field(default_factory=list)  # how the earlier reports that it also shows were made
 
     @property
     def items(self) -> list[Plot | Heat | Table]:
@@ -84,9 +84,9 @@ class Account:
 def report(
     store: Store, names: list[str], folder: Path, page: bool = True, everything: bool = False, beside: Path | None = None
 ) -> Path:
-    """Write what runs of these experiments show, or of all that were asked for; the path to open.
+    """Write the report of these experiments, or of all that have runs, and return the path to open.
 
-    Shown are the runs of the last command, or with ``everything`` all that are finished; ``beside`` them, what an earlier report
+    It shows the runs of the last command, or all finished runs with ``everything``; and what the earlier report ``beside``
     showed.
     """
     known = experiments()
@@ -114,7 +114,7 @@ def report(
 
 
 def add_baselines(accounts: Sequence[Account], before: dict[str, dict[str, Any]], beside: Path, folder: Path) -> None:
-    """Set beside each account what a summary has of it; an error if writing to the folder would lose some of that summary."""
+    """Add to each account what an earlier summary has for it. ValueError if writing to the folder would lose part of that."""
     shared = [account for account in accounts if account.name in before]
     if not shared:
         raise ValueError(f"{beside} is about {', '.join(before)}, not about {', '.join(account.name for account in accounts)}")
@@ -128,7 +128,7 @@ def add_baselines(accounts: Sequence[Account], before: dict[str, dict[str, Any]]
 
 
 def account_of(store: Store, experiment: Experiment, command: str, tasks: list[Task]) -> Account:
-    """Read the runs of tasks; those that cannot be read are problems."""
+    """Read the runs of these tasks; a run that cannot be read becomes a problem of the account."""
     account = Account(experiment.name, experiment.title, command, asked=len(tasks), settings=settings_of(tasks))
     names = {option.name for option in dataclasses.fields(experiment.task)}
     if any(task.keys() != names for task in tasks):
@@ -142,7 +142,7 @@ def account_of(store: Store, experiment: Experiment, command: str, tasks: list[T
         if record is not None and status == FINISHED:
             try:
                 results += experiment.results(store, [task])
-            except (DamagedRun, TypeError) as error:  # or a task that this version does not know
+            except (DamagedRun, TypeError) as error:  # TypeError: this version has no such setting
                 status, record.problem = "damaged", f"{record.directory} cannot be read: {error}"
         account.statuses[status] += 1
         if record is not None and record.problem:
@@ -160,7 +160,7 @@ def account_of(store: Store, experiment: Experiment, command: str, tasks: list[T
 
 
 def write_report(accounts: Sequence[Account], folder: Path, *, page: bool = True) -> Path:
-    """Write figures, ``tables.md``, ``summary.json`` and, with ``page``, ``index.html``; the path to open."""
+    """Write figures, ``tables.md``, ``summary.json`` and, with ``page``, ``index.html``. Returns the path to open."""
     for account in accounts:
         for item in account.items:
             check(item)
@@ -197,7 +197,7 @@ def indented(command: str) -> list[str]:
 
 
 def summary(accounts: Sequence[Account]) -> str:
-    """The numbers of plots and tables, rounded; an experiment on a line."""
+    """The numbers of plots and tables, rounded, with one line for each experiment."""
     lines = [f"{json.dumps(account.name)}: {json.dumps(numbers_of(account), ensure_ascii=False)}" for account in accounts]
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
@@ -226,7 +226,7 @@ def describe(item: Plot | Heat | Table) -> dict[str, Any]:
 
 
 def describe_series(series: Series) -> dict[str, Any]:
-    """Its numbers, and how it is drawn where that is not as usual."""
+    """The numbers of a series, and how it is drawn where that is not the default."""
     look = {"kind": series.kind, "colour": series.colour, "dashed": series.dashed}
     usual = {"kind": "line", "colour": None, "dashed": False}
     values = {name: found for name in NUMBERS if (found := getattr(series, name)) is not None}
@@ -238,7 +238,7 @@ def describe_series(series: Series) -> dict[str, Any]:
 
 
 def settings_of(tasks: Sequence[Task]) -> dict[str, str]:
-    """Each setting with its value, or with those that it takes."""
+    """Each setting with its value, or its values if there are several."""
     found = {}
     for name in tasks[0] if tasks else ():
         values = [str(value) or "–" for value in unique(task.get(name) for task in tasks)]

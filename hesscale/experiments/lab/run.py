@@ -1,6 +1,6 @@
 """A run in progress: a directory with a database of metrics and the last checkpoint.
 
-A checkpoint and a finished run hold a digest of their metrics, so that files that do not belong together are detected.
+A checkpoint and a finished run hold a digest of their metrics, by which files that do not belong together are detected.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Pause(BaseException):
 
 
 class Run:
-    """A run that is open; no other process can open it meanwhile. It is a context manager.
+    """An open run, which no other process can open at the same time. It is a context manager.
 
     Attributes:
         state: what :meth:`checkpoint` saved last; None at the beginning.
@@ -159,7 +159,7 @@ class Run:
         self.flush_sometimes()
 
     def progress(self, done: int, total: int) -> None:
-        """Report progress to whoever waits for the run."""
+        """Report progress to the process that waits for the run."""
         self.pending_facts = {"done": operator.index(done), "total": operator.index(total)}
         self.flush_sometimes()
 
@@ -178,7 +178,7 @@ class Run:
         self.pending, self.pending_facts, self.flushed = [], {}, time.monotonic()
 
     def checkpoint(self, state: dict[str, Any]) -> None:
-        """Save all that is needed to go on: tensors, numbers and text, in lists and dicts."""
+        """Save everything that is needed to resume: tensors, numbers and text, in lists and dicts."""
         self.flush()
         saved = {"run": self.directory.name, "state": state, "rows": self.rows, "digest": self.digest.hexdigest()}
         write_whole(self.directory / "checkpoint.pt", lambda path: self.save(saved, path))
@@ -186,12 +186,12 @@ class Run:
             raise Pause
 
     def save(self, saved: dict[str, Any], path: Path) -> None:
-        """Save a state. The first one is loaded as a check, so that one that cannot be loaded fails at once."""
+        """Save a state. The first one is loaded again as a check, so a state that cannot be loaded fails at once."""
         torch.save(saved, path)
         if not self.has_saved:
             try:
                 torch.load(path, weights_only=True)
-            except Exception as error:  # whatever torch makes of it
+            except Exception as error:  # torch may raise anything
                 raise TypeError(f"a checkpoint must be of tensors, numbers and text, in lists and dicts ({error})") from None
         self.has_saved = True
 
@@ -219,7 +219,7 @@ def has_begun(directory: Path) -> bool:
     """Whether the directory holds files of a run."""
     try:
         return any((directory / name).exists() for name in ("run.sqlite", "checkpoint.pt"))
-    except PermissionError:  # something is there, and whoever reads it will say so
+    except PermissionError:  # something is there, and reading it will raise an error
         return True
 
 
@@ -233,13 +233,13 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
         saved = torch.load(path, weights_only=True)
         if not isinstance(saved, dict) or saved.keys() != {"run", "state", "rows", "digest"}:
             raise ValueError("it is not a checkpoint of a run")
-    except Exception as error:  # whatever torch makes of a torn file
+    except Exception as error:  # torch may raise anything for an incomplete file
         raise DamagedRun(f"{path} cannot be read ({error}); remove it to begin this run again") from None
     return saved
 
 
 def tensorboard_writer(directory: Path, begin: int) -> Any:
-    """A writer that begins at a step; what was written for later steps is hidden."""
+    """A writer that begins at a step; TensorBoard hides what was written for later steps before."""
     try:
         package: Any = importlib.import_module("torch.utils.tensorboard")
     except ModuleNotFoundError as missing:

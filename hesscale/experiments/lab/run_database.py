@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 FORMAT = 1
-MARK = 0x48455353  # of our databases
+MARK = 0x48455353  # identifies our databases
 SCHEMA = """
 CREATE TABLE facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE metrics (id INTEGER PRIMARY KEY, step INTEGER NOT NULL, name TEXT NOT NULL, value REAL);
@@ -40,7 +40,7 @@ def new_database(path: Path, facts: Mapping[str, Any]) -> None:
 
 
 def connect(directory: Path) -> sqlite3.Connection:
-    """The database of a run; DamagedRun if it is none of ours."""
+    """The database of a run. DamagedRun if it is not one of ours."""
     path = directory / "run.sqlite"
     if not path.exists():
         raise DamagedRun(f"{path} is not there; remove the directory to begin this run again")
@@ -62,7 +62,7 @@ def connect(directory: Path) -> sqlite3.Connection:
 
 @contextmanager
 def reading(path: Path, remedy: str = "remove the directory to begin this run again") -> Iterator[None]:
-    """Raise DamagedRun with the file's name. The remedy is left out if the file is only locked or unreadable for now."""
+    """Turn errors into DamagedRun with the file's name and a remedy. If the file is only locked, the remedy is left out."""
     try:
         yield
     except (sqlite3.DatabaseError, ValueError, TypeError, KeyError) as error:
@@ -97,7 +97,7 @@ def by_name(rows: list[Row]) -> Metrics:
 
 
 def digest(rows: Iterable[tuple[Any, ...]], onto: Any = None) -> Any:
-    """SHA-256 of rows as they are in a database, and of those before."""
+    """SHA-256 of rows as they are in a database, following those that ``onto`` has digested."""
     found = hashlib.sha256() if onto is None else onto
     for row in rows:
         found.update(repr(row).encode())

@@ -11,7 +11,7 @@ from matplotlib.colors import to_hex
 
 from .plots import Heat, Plot, Series, Table
 
-# ten colours that stay apart with any kind of colour vision (M. Petroff, arXiv:2107.02270)
+# ten colours that can be told apart with any kind of colour vision (M. Petroff, arXiv:2107.02270)
 COLOURS = ("#3f90da", "#ffa90e", "#bd1f01", "#832db6", "#717581", "#e76300", "#a96b59", "#92dadd", "#b9ac70", "#94a4a2")
 KINDS = ("line", "dots", "bars")
 GOLDEN = (5**0.5 - 1) / 2
@@ -25,7 +25,7 @@ class DrawnSeries:
     label: str
     kind: str
     colour: str
-    number: int  # of its label among those of the plot, which decides the symbol
+    number: int  # index of its label among those of the plot, which decides the symbol
     dashed: bool
     in_legend: bool
     x: Array
@@ -88,13 +88,13 @@ def palette(plots: Sequence[Plot]) -> dict[str, str]:
 
 
 def has_legend(plot: Plot) -> bool:
-    """A legend is left out where it would repeat the axis."""
+    """Whether a plot has a legend: not if it would repeat the axis."""
     labels = {series.label for series in plot.series}
     return len(labels) > 1 and not labels <= set(plot.categories)
 
 
 def check(item: Plot | Heat | Table) -> None:
-    """Raise a ValueError for what cannot be drawn."""
+    """Raise ValueError if an item cannot be drawn."""
     if isinstance(item, Table):
         if any(len(row) != len(item.header) for row in item.rows):
             raise ValueError(f"table {item.name}: every row needs {len(item.header)} cells, as the header has")
@@ -124,7 +124,7 @@ def check_series(plot: Plot, series: Series) -> None:
 
 
 def is_cloud(plot: Plot, series: Series) -> bool:
-    """Dots at whole numbers of categories, which are spread around them; others are where they were put."""
+    """Whether dots are to be spread around their categories, since all have whole numbers; other dots stay where they are."""
     return series.kind == "dots" and bool(plot.categories) and not (as_array(series.x) % 1).any()
 
 
@@ -173,7 +173,7 @@ def few_values(plot: Plot) -> list[float]:
 
 
 def limits(heat: Heat) -> list[tuple[str, float, float]]:
-    """For each panel its colours and the values of their ends: diverging around zero if there are negative values."""
+    """The colour map of each panel and the values at its ends: diverging around zero if there are negative values."""
     values = [as_array(matrix) for _, matrix in heat.panels]
     groups = [np.concatenate([matrix.ravel() for matrix in values])] * len(values) if heat.shared else values
     found = []

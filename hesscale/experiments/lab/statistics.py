@@ -16,7 +16,7 @@ Array = Any  # of numpy, of float64
 
 
 class Summary(NamedTuple):
-    """Mean of some numbers and its standard error, which one number has not."""
+    """The mean of some numbers and its standard error, which a single number does not have."""
 
     mean: float
     error: float | None
@@ -36,7 +36,7 @@ def summary(values: Sequence[float]) -> Summary:
 
 
 def iqm(scores: Array) -> Array:
-    """The mean over the last two axes, runs and environments together, without the lowest and the highest quarter.
+    """The mean over the last two axes, runs and environments together, without the lowest and highest quarters.
 
     A quarter is rounded down to whole scores.
 
@@ -57,11 +57,11 @@ def bootstrap_interval(
     level: float = 0.95,
     seed: int = 0,
 ) -> tuple[float, float]:
-    """Percentiles of a statistic over resamples, each of which draws as many runs, with replacement, within each environment.
+    """Percentiles of a statistic over resamples. Each draws as many runs as there are in each environment, with replacement.
 
     Args:
         scores: (runs, environments).
-        statistic: of (resamples, runs, environments), over the last two.
+        statistic: maps (resamples, runs, environments) to one number per resample.
     """
     scores = np.asarray(scores, dtype=np.float64)
     if scores.ndim != 2 or not scores.size:

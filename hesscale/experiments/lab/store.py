@@ -1,7 +1,7 @@
 """A store of runs: one directory for each, with a database and the last checkpoint.
 
-A run is identified by the experiment's name and its task, that is by all settings that its numbers depend on. When it is asked
-for again, a finished run is read, and an unfinished one resumes from its checkpoint; metrics logged after that are dropped.
+A run is identified by the experiment's name and its task, that is, by all settings that its numbers depend on. When it is
+requested again, a finished run is read, and an unfinished one resumes from its checkpoint; later metrics are dropped.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = [
 
 @dataclass
 class Record:
-    """What the store knows of a run."""
+    """What the store knows about a run."""
 
     directory: Path
     facts: dict[str, Any] = field(default_factory=dict)
@@ -112,14 +112,14 @@ class Store:
             return Result(task, {name: unpack(value) for name, value in packed}, by_name(rows), record.facts)
 
     def request(self, experiment: str, tasks: list[Task], command: str) -> None:
-        """Record what a command asked for, which is what a report shows."""
+        """Record the tasks that a command asked for; a report shows them."""
         self.root.mkdir(parents=True, exist_ok=True)
         row = experiment, command, json.dumps(tasks), now()
         with self.asked() as database, database:
             database.execute("INSERT INTO requests VALUES (?, ?, ?, ?)", row)
 
     def requests(self) -> dict[str, tuple[str, list[Task]]]:
-        """For each experiment, the last command that has a finished run, or else the last, and its tasks."""
+        """For each experiment, the last command with a finished run (if none has one, the last command), and its tasks."""
         if not (self.root / "requests.sqlite").exists():
             return {}
         with self.asked() as database:
@@ -136,7 +136,7 @@ class Store:
         return found
 
     def finished(self, experiment: str) -> tuple[str, list[Task]]:
-        """The commands, a line each, and the tasks of all runs that are done."""
+        """The commands of all finished runs, one per line, and their tasks."""
         facts = [record.facts for record in self.records(experiment) if not record.problem and record.status == FINISHED]
         return "\n".join(dict.fromkeys(found["command"] for found in facts)), [found["task"] for found in facts]
 

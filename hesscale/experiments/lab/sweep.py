@@ -1,4 +1,4 @@
-"""Tasks of an experiment, done in worker processes or on a Ray cluster, and the settings of a sweep.
+"""Does the tasks of an experiment in worker processes or on a Ray cluster, and makes the settings of a sweep.
 
 A finished task is not done again. If a worker process dies, the others go on, and its task resumes from its checkpoint. A task
 that raises is recorded as failed. Every task runs on one thread, so its numbers do not depend on where it is done; tasks that are
@@ -22,7 +22,7 @@ import torch
 from .experiment import Experiment
 from .store import Store, Task, key_of
 
-RETRIES = 3  # of a task whose worker died
+RETRIES = 3  # for a task whose worker died
 POLL_SECONDS = 0.5
 Settings = TypeVar("Settings")
 Keys = tuple[str, ...]
@@ -37,7 +37,7 @@ class SweepProgress:
     """The progress of a sweep.
 
     Attributes:
-        finished: the number of finished runs, with those of earlier commands.
+        finished: the number of finished runs, including those of earlier commands.
         running: the runs in progress, by key: a label, the work done, and the work in all (0 while unknown).
     """
 
@@ -47,7 +47,7 @@ class SweepProgress:
 
 @dataclass
 class Outcome:
-    """The number of finished runs, with those of earlier commands, and the directories and errors of failed ones."""
+    """The number of finished runs, including those of earlier commands, and the directories and errors of failed runs."""
 
     finished: int = 0
     failed: list[tuple[Path, str]] = field(default_factory=list)
@@ -71,7 +71,7 @@ def run_tasks(
         workers: number of worker processes; with 0, tasks are done in this process.
         data: folder of data sets; the same path on all machines.
         command: the command line, which is recorded with each run.
-        together: the most tasks that a process does together, if the experiment can.
+        together: how many tasks a process does together at most, if the experiment supports that.
         ray: address of a Ray cluster to run on, or "local".
         watch: called now and then with the progress, and at the end.
     """
@@ -101,7 +101,7 @@ def run_tasks(
 
 
 class Sweep:
-    """The queue of tasks that are not finished, by key, and the outcome of the others."""
+    """The queue of unfinished tasks, by key, and the outcome of the others."""
 
     def __init__(
         self,
@@ -157,7 +157,7 @@ class Sweep:
                 self.outcome.finished += 1
 
     def again(self, keys: Keys, reason: str) -> None:
-        """Queue the tasks of a worker that died, one by one, to find out which of them is at fault."""
+        """Queue the tasks of a worker that died one by one, to find out which of them caused it."""
         for key in reversed(keys):
             self.deaths[key] += 1
             if self.deaths[key] <= RETRIES:
@@ -176,7 +176,7 @@ class Sweep:
         self.watch(SweepProgress(self.outcome.finished, running))
 
     def label(self, key: str) -> str:
-        """The settings in which a task differs from others."""
+        """The settings in which a task differs from the others."""
         if key in self.labels:
             return self.labels[key]
         task, others = self.tasks[key], self.tasks.values()
@@ -186,7 +186,7 @@ class Sweep:
 
 
 def portable(experiment: Experiment) -> Experiment:
-    """The experiment without what workers do not need and may not be picklable."""
+    """The experiment without parts that workers do not need and that may not be picklable."""
     return dataclasses.replace(experiment, presets={}, tasks=unknown, work=unknown, sections=unknown, kind=None, after=None)
 
 
@@ -195,11 +195,11 @@ def unknown(_: Any) -> Any:
 
 
 def attempt(experiment: Experiment, store: Store, tasks: Sequence[Task], data: Path | None, command: str) -> list[str]:
-    """Do tasks together. Returns the error of each, or an empty text; the traceback is in its run."""
+    """Do tasks together. Returns the error of each, or an empty string; the traceback is stored with its run."""
     try:
         problems = experiment.do_together(store, tasks, data, command)
     except Exception as error:
-        if len(tasks) > 1:  # to find out which of them it is
+        if len(tasks) > 1:  # one by one, to find out which of them fails
             return [attempt(experiment, store, [task], data, command)[0] for task in tasks]
         return [f"{type(error).__name__}: {error}"]
     return [f"{type(problem).__name__}: {problem}" if problem else "" for problem in problems]

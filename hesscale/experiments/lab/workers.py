@@ -32,11 +32,11 @@ class Worker:
         other.close()
 
     def begin(self, tasks: Sequence[Task]) -> None:
-        with suppress(OSError):  # a worker that died is noticed by whoever waits for it
+        with suppress(OSError):  # if the worker has died, waiting for it will tell
             self.connection.send(tasks)
 
     def errors(self) -> list[str] | None:
-        """The error of each of its tasks, empty where there was none; None if the process died."""
+        """The error of each of its tasks, empty if there was none; None if the process died."""
         try:
             return list(self.connection.recv()) if self.connection.poll() else None
         except (EOFError, OSError):

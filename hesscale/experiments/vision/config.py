@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..optimizers import IMAGE_OPTIMIZERS
+from .problems import trained_parameters
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,8 @@ def optimizer_of(task: Task, model: nn.Module) -> torch.optim.Optimizer:
     if spec.is_scaled:
         options["trust_radius"] = task.trust_radius
     if not task.l2:
-        return spec.make(model.parameters(), task.step_size, **options)
-    weights = [p for p in model.parameters() if p.dim() > 1]
-    biases = [p for p in model.parameters() if p.dim() == 1]
+        return spec.make(trained_parameters(model), task.step_size, **options)
+    weights = [p for p in trained_parameters(model) if p.dim() > 1]
+    biases = [p for p in trained_parameters(model) if p.dim() == 1]
     groups = [{"params": weights, "weight_decay": task.l2}, {"params": biases}]
     return spec.make(groups, task.step_size, **options)

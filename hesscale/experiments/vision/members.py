@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ...compile.ensemble import ensemble
 from ...optim import CurvatureOptimizer
 from .images import UNIFORM, Draws, Images, Split, augmented
+from .problems import trained_parameters
 
 PRECISIONS = ("float32", "tf32", "bf16")
 AT_ONCE = 8192  # images that are augmented at once
@@ -64,7 +65,7 @@ class Members:
         self.batch, self.precision = batch, precision
         self.device = images.train.images.device
         self.padded = images.padded if is_augmented else None
-        self.initial = [[p.detach().clone() for p in model.parameters()] for model in models]
+        self.initial = [[p.detach().clone() for p in trained_parameters(model)] for model in models]
         is_mapped = len(models) > 1 and not any(isinstance(module, nn.Conv2d) for module in models[0].modules())
         self.step = ensemble(models, loss_of, optimizers, how="vmap" if is_mapped else "abreast", backend=backend)
 
@@ -157,7 +158,7 @@ class Members:
 
     def parts(self, k: int) -> dict[str, list[Tensor]]:
         """The tensors that a step changes."""
-        parameters, optimizer = list(self.models[k].parameters()), self.optimizers[k]
+        parameters, optimizer = trained_parameters(self.models[k]), self.optimizers[k]
         counters: dict[str, Tensor] = getattr(optimizer, "counters", {})
         return {
             "parameters": parameters,

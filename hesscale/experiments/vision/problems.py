@@ -46,12 +46,11 @@ class Problem:
 
 
 class Mean(nn.Module):
-    """The mean over rows and columns as a matrix product, whose result Gauss-Newton methods take for the network's outputs."""
+    """The mean over rows and columns as a product with a frozen parameter, behind which Gauss-Newton methods see the outputs."""
 
     def __init__(self, channels: int, pixels: int) -> None:
         super().__init__()
-        self.weight: Tensor
-        self.register_buffer("weight", torch.eye(channels).repeat_interleave(pixels, 1) / pixels, persistent=False)
+        self.weight = nn.Parameter(torch.eye(channels).repeat_interleave(pixels, 1) / pixels, requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x.flatten(1), self.weight)
@@ -102,6 +101,10 @@ def all_cnn_c(classes: int, activation: type[nn.Module], padding: str) -> nn.Seq
     return initialized(nn.Sequential(*layers()), bias=0.1)
 
 
+def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
 def mnist_mlp(classes: int, activation: type[nn.Module], padding: str) -> nn.Sequential:
     """Hidden layers of 1000, 500 and 100, from a truncated normal distribution."""
     model = dense((784, 1000, 500, 100, classes), activation)
@@ -132,7 +135,7 @@ def initialized(model: nn.Sequential, bias: float) -> nn.Sequential:
 
 
 def parameters_of(model: nn.Module) -> int:
-    return sum(math.prod(p.shape) for p in model.parameters())
+    return sum(math.prod(p.shape) for p in trained_parameters(model))
 
 
 CIFAR100 = {

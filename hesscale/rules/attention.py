@@ -1,0 +1,262 @@
+"""Attention in one operator: O = P V with P = softmax(S), S = c Q Kᵀ + B.
+
+The shares are those that the recursion gives for the same layer written out: a product, a softmax, dropout, a product. They are
+computed for blocks of rows of P, which are made again from Q and K, so that the whole of P is never in memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .bilinear import squared
+from .reductions import plus
+from .registry import BL89, Node, Share, chain, needs, rule, saved
+
+MAX_ENTRIES = {"cpu": 2**20, "cuda": 2**26}  # of a block of P; a handful of such blocks are in memory at once
+NODES = (
+    "ScaledDotProductFlashAttentionForCpuBackward0",
+    "ScaledDotProductFlashAttentionBackward0",
+    "ScaledDotProductEfficientAttentionBackward0",
+    "ScaledDotProductCudnnAttentionBackward0",
+)
+CUDNN_DROPOUT = (
+    "cuDNN's attention keeps no mask of its dropout. Run the forward pass under "
+    "torch.nn.attention.sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION), or without dropout in attention"
+)
+Block = tuple[slice, slice, slice]  # batches, heads and rows
+ScoreRule = Callable[[Tensor, Share, Share, Share], Tensor]
+
+
+class Attention(NamedTuple):
+    """What an attention node has saved, in tensors of shape (batch, heads, length, size).
+
+    Attributes:
+        q, k, v: with one head of keys and values for each head of queries.
+        output: O.
+        bias: B, where it is not zero.
+        keep: what dropout multiplies P by, where there is dropout.
+        scale: c.
+        is_causal: whether row i sees columns up to i only.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    output: Tensor
+    bias: Tensor | None
+    keep: Tensor | None
+    scale: float
+    is_causal: bool
+
+    def columns(self, rows: slice) -> slice:
+        """The columns that some of these rows see."""
+        return slice(0, min(rows.stop, self.k.shape[2]) if self.is_causal else self.k.shape[2])
+
+    def probabilities(self, block: Block, columns: slice) -> Tensor:
+        """Rows of P."""
+        batches, heads, rows = block
+        scores = product(self.q[block], self.k[batches, heads, columns].mT).mul_(self.scale)
+        if self.is_causal:
+            row, column = (torch.arange(part.start, part.stop, device=scores.device) for part in (rows, columns))
+            scores.masked_fill_(column > row[:, None], -math.inf)
+        if self.bias is None:
+            return scores.softmax(-1)
+        return torch._safe_softmax(scores + self.bias[batches, heads, rows, columns], -1)  # some rows may see nothing
+
+
+def read(node: Node) -> Attention:
+    q, k, v = (saved(node, name) for name in ("query", "key", "value"))
+    groups = q.shape[1] // max(k.shape[1], 1)
+    if groups > 1:
+        k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+    shape = (*q.shape[:3], k.shape[2])
+    bias = next((getattr(node, name) for name in ("_saved_attn_mask", "_saved_attn_bias") if hasattr(node, name)), None)
+    scale = saved(node, "scale")
+    return Attention(
+        *(q, k, v, saved(node, "output")),
+        bias=None if bias is None else bias.expand(shape),
+        keep=dropout_factors(node, shape) if saved(node, "dropout_p") else None,
+        scale=1 / math.sqrt(q.shape[-1]) if scale is None else scale,
+        is_causal=saved(node, "is_causal"),
+    )
+
+
+def dropout_factors(node: Node, shape: tuple[int, ...]) -> Tensor:
+    """What dropout has multiplied P by: 0, or 1 / (1 − p). This is the one tensor here that is as large as P."""
+    p = saved(node, "dropout_p")
+    if "Efficient" in node.name():
+        seed, offset = (int(saved(node, f"philox_{name}")) for name in ("seed", "offset"))
+        drawn = torch.empty(shape, device=saved(node, "query").device)
+        is_kept = torch._fill_mem_eff_dropout_mask_(drawn, p, seed, offset) > p
+    else:
+        is_kept = flash_dropout_mask(node)[..., : shape[2], : shape[3]]
+    return is_kept / (1 - p)
+
+
+def flash_dropout_mask(node: Node) -> Tensor:
+    """Which entries of P flash attention has kept: it tells if it runs again with the same random numbers, by their signs."""
+    fields: Any = node
+    q, k, v = fields._saved_query, fields._saved_key, fields._saved_value
+    seed, offset = saved(node, "rng_state").view(torch.int64).tolist()
+    generator = torch.cuda.default_generators[q.device.index]
+    before = generator.get_state()
+    try:
+        generator.manual_seed(seed)
+        generator.set_offset(offset)
+        output, *_, probabilities = torch.ops.aten._scaled_dot_product_flash_attention(
+            q, k, v, saved(node, "dropout_p"), saved(node, "is_causal"), True, scale=saved(node, "scale")
+        )
+    finally:
+        generator.set_state(before)
+    if not torch.equal(output, fields._saved_output):
+        raise RuntimeError("flash attention does not repeat its dropout; use torch.nn.attention.sdpa_kernel(SDPBackend.MATH)")
+    return ~probabilities.signbit()
+
+
+def blocks(given: Attention) -> Iterator[Block]:
+    """All rows of P in parts that are not too large: of several batches, of several heads of one, or of one head."""
+    batches, heads, rows, columns = *given.q.shape[:3], given.k.shape[2]
+    limit = max(1, MAX_ENTRIES.get(given.q.device.type, MAX_ENTRIES["cpu"]) // max(columns, 1))  # rows
+    by_rows = min(limit, rows)
+    by_heads = min(max(limit // max(rows, 1), 1), heads)
+    by_batches = min(max(limit // max(rows * heads, 1), 1), batches)
+    for batch in parts(batches, by_batches):
+        for head in parts(heads, by_heads):
+            for row in parts(rows, by_rows):
+                yield batch, head, row
+
+
+def parts(count: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, count)) for start in range(0, count, max(size, 1)))
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a b in single precision or better, also of factors with 16 bits."""
+    if a.dtype.itemsize > 2:
+        return a @ b
+    return a.float() @ b.float()
+
+
+def softmax_rule(p: Tensor, g: Share, s: Share, mean: Share) -> Tensor:
+    """w − 2 p w + p² Σ_k s_k p_k² with w = s p² + p (g − mean), where mean = Σ_k g_k p_k; writes into g and s"""
+    w = None if s is None else s.mul_(p).mul_(p)
+    share = None if w is None else p * w.sum(-1, keepdim=True)
+    if g is not None:
+        assert mean is not None
+        term = g.sub_(mean).mul_(p)
+        w = term if w is None else w.add_(term)
+    assert w is not None
+    if share is None:
+        return w.addcmul_(w, p, value=-2)
+    return share.sub_(w, alpha=2).mul_(p).add_(w)
+
+
+def softmax_as_if_elementwise(p: Tensor, g: Share, s: Share, mean: Share) -> Tensor:
+    """f' = p (1 − p), f'' = f' (1 − 2 p)"""
+    first = p - p * p
+    share = chain(first, first * (1 - 2 * p), g, s)
+    assert share is not None
+    return share
+
+
+def shares_of(node: Node, g: Share, s: Share, score_rule: ScoreRule) -> list[Share]:
+    """The shares of Q, K, V and, where it is an input, B."""
+    shares: list[Share] = [None] * len(node.next_functions)
+    if g is None and s is None:
+        return shares
+    given = read(node)
+    like = g if s is None else s
+    assert like is not None
+    dtype = like.dtype
+    for i, tensor in enumerate((given.q, given.k, given.v)):
+        if needs(node, i) and (i < 2 or s is not None):
+            shares[i] = torch.zeros(tensor.shape, dtype=dtype, device=tensor.device)
+    if len(shares) > 3 and needs(node, 3):
+        bias = saved(node, "attn_bias")
+        shares[3] = torch.zeros(bias.shape, dtype=dtype, device=bias.device)
+    for block in blocks(given):
+        add_shares(shares, given, block, None if g is None else g[block], None if s is None else s[block], score_rule)
+    groups = given.k.shape[1] // max(saved(node, "key").shape[1], 1)
+    if groups > 1:
+        shares[1:3] = [None if x is None else x.unflatten(1, (-1, groups)).sum(2) for x in shares[1:3]]
+    return shares
+
+
+def add_shares(shares: list[Share], given: Attention, block: Block, g: Share, s: Share, score_rule: ScoreRule) -> None:
+    """Add what some rows of P contribute."""
+    batches, heads, rows = block
+    columns = given.columns(rows)
+    seen = batches, heads, columns
+    p = given.probabilities(block, columns)
+    keep = None if given.keep is None else given.keep[batches, heads, rows, columns]
+    kept = p if keep is None else p * keep
+    if s is not None and shares[2] is not None:
+        shares[2][seen] += (kept * kept).to(s.dtype).mT @ s
+    if all(share is None for share in (shares[0], shares[1], *shares[3:])):
+        return
+    v = given.v[seen]
+    to_p = None if s is None else product(s, squared(v, s).mT)
+    slope = None if g is None else product(g.to(torch.promote_types(g.dtype, v.dtype)), v.mT)
+    if keep is not None:
+        to_p = None if to_p is None else to_p.mul_(keep).mul_(keep)
+        slope = None if slope is None else slope.mul_(keep)
+    mean = None if g is None else (g.to(p.dtype) * given.output[block]).sum(-1, keepdim=True)
+    to_scores = score_rule(p, slope, to_p, mean)
+    if len(shares) > 3 and shares[3] is not None:
+        add_to_bias(shares[3], to_scores, (*block, columns))
+    to_product = to_scores.mul_(given.scale**2)
+    for i, share in enumerate(shares[:2]):
+        if share is not None:
+            rounded = to_product.to(share.dtype)
+            if i == 0:
+                share[block] += rounded @ squared(given.k[seen], share)
+            else:
+                share[seen] += rounded.mT @ squared(given.q[block], share)
+
+
+def add_to_bias(share: Tensor, to_scores: Tensor, where: tuple[slice, ...]) -> None:
+    """Add the share of a block to that of B, summed over the dimensions along which B is the same."""
+    place = [part if size > 1 else slice(None) for part, size in zip(where, (1,) * (4 - share.dim()) + share.shape, strict=True)]
+    target = share[tuple(place[4 - share.dim() :])]
+    target += to_scores.sum_to_size(target.shape).to(share.dtype)
+
+
+def merged(node: Node, shares: list[Share]) -> list[Share]:
+    """Where one tensor is at several inputs, its shares add up, as they do where the layer is written out."""
+    edges = list(node.next_functions)
+    for i, edge in enumerate(edges):
+        first = edges.index(edge)
+        if first < i and edge[0] is not None:
+            shares[first], shares[i] = plus(shares[first], shares[i]), None
+    return shares
+
+
+def refuse(node: Node) -> str | None:
+    return CUDNN_DROPOUT if "Cudnn" in node.name() and saved(node, "dropout_p") else None
+
+
+def attention_same(node: Node, g: Share, s: Share) -> list[Share]:
+    """as for different tensors, whose shares add up"""
+    return merged(node, attention(node, g, s))
+
+
+@rule(*NODES, contraction=True, same=attention_same, refuse=refuse)
+def attention(node: Node, g: Share, s: Share) -> list[Share]:
+    """O = P V, P = softmax(S), S = c Q Kᵀ + B: s_V = (P²)ᵀ s, s_Q = c² s_S K², s_K = c² s_Sᵀ Q², s_S by the rule of softmax"""
+    return shares_of(node, g, s, softmax_rule)
+
+
+def attention_bl89_same(node: Node, g: Share, s: Share) -> list[Share]:
+    """as for different tensors, whose shares add up"""
+    return merged(node, attention_bl89(node, g, s))
+
+
+@rule(*NODES, contraction=True, same=attention_bl89_same, refuse=refuse, table=BL89)
+def attention_bl89(node: Node, g: Share, s: Share) -> list[Share]:
+    """with softmax as if elementwise"""
+    return shares_of(node, g, s, softmax_as_if_elementwise)
