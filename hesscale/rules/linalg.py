@@ -142,3 +142,30 @@ def products(u: Tensor, v: Tensor, factor: Tensor) -> Tensor:
     """Σ_km F_km U_ik U_im V_jk V_jm"""
     pairs_u, pairs_v = ((x.unsqueeze(-1) * x.unsqueeze(-2)).flatten(-2) for x in (u, v))
     return (pairs_u * factor.flatten(-2).unsqueeze(-2)) @ pairs_v.mT
+
+
+@rule("CholeskySolveBackward0", curved=(False, True))
+def cholesky_solve(node: Node, g: Share, s: Share) -> list[Share]:
+    """L Lᵀ X = B, W = L⁻ᵀ, Y = Lᵀ X: ∂X = −Z (E Lᵀ + L Eᵀ) X in L, of entries −(Z_ai Y_jb + W_aj X_ib); in B as any solution"""
+    x, factor, upper = saved(node, "result"), saved(node, "input2"), saved(node, "upper")
+    factor = factor.triu().mT if upper else factor.tril()
+    n = factor.shape[-1]
+    identity = torch.eye(n, dtype=factor.dtype, device=factor.device).expand_as(factor)
+    w = torch.linalg.solve_triangular(factor, identity, upper=False).mT
+    z = w @ w.mT
+    shares: list[Share] = [z.square() @ s if needs(node, 0) and s is not None else None, None]
+    if needs(node, 1):
+        share = None
+        if s is not None:
+            y = factor.mT @ x
+            with_x, with_y = ((m.mT.unsqueeze(-1) * v.unsqueeze(-2)).flatten(-2) for m, v in ((z, x), (w, y)))  # (i, a b)
+            both = (with_x * s.flatten(-2).unsqueeze(-2)) @ with_y.mT
+            share = z.square() @ s @ y.mT.square() + x.square() @ s.mT @ w.square() + 2 * both
+        if g is not None:
+            m = z @ g @ x.mT
+            rows, columns = m @ factor, (factor.mT @ m).mT
+            diagonal = (factor.mT @ rows).diagonal(dim1=-2, dim2=-1).unsqueeze(-2)
+            share = plus(share, 2 * (w * (rows + columns) + z.diagonal(dim1=-2, dim2=-1).unsqueeze(-1) * diagonal))
+        assert share is not None
+        shares[1] = share.mT.triu() if upper else share.tril()
+    return shares

@@ -81,6 +81,20 @@ matrices("cholesky old", torch.cholesky, definite(3, 3))
 matrices("cholesky old upper", lambda x: torch.cholesky(x, upper=True), definite(3, 3))
 matrices("cholesky 1×1", linalg.cholesky, definite(1, 1))
 
+
+def solve_by_factor(b: Tensor, factor: Tensor) -> Tensor:
+    """Of a triangular factor, since PyTorch's gradient is not zero above its diagonal."""
+    return torch.cholesky_solve(b, factor.tril())
+
+
+matrices("cholesky_solve", solve_by_factor, (3, 2), regular(3, 3))
+matrices("cholesky_solve batch", solve_by_factor, (2, 3, 4), regular(2, 3, 3))
+matrices("cholesky_solve broadcast", solve_by_factor, (2, 3, 4), regular(3, 3))
+matrices("cholesky_solve broadcast right side", solve_by_factor, (3, 4), regular(2, 3, 3))
+matrices("cholesky_solve upper", lambda b, u: torch.cholesky_solve(b, u.triu(), upper=True), (3, 2), regular(2, 3, 3))
+matrices("cholesky_solve factor only", lambda f: torch.cholesky_solve(constant(f, 3, 2), f.tril()), regular(3, 3))
+matrices("cholesky_solve right side only", lambda b: torch.cholesky_solve(b, 2 * torch.eye(3).to(b.dtype)), (3, 2))
+
 matrices("eigvalsh", linalg.eigvalsh, definite(4, 4))
 matrices("eigvalsh batch", linalg.eigvalsh, definite(2, 3, 3))
 matrices("eigvalsh upper", lambda x: linalg.eigvalsh(x, UPLO="U"), definite(3, 3))
