@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any
@@ -128,7 +127,7 @@ class ModelStep(GraphStep):
         try:
             return self.run(self.optimizer.signature(), inputs)
         except NonFiniteError as error:
-            if "outputs" not in vars(error):
+            if "outputs" not in vars(error):  # of the forward pass, which was made
                 raise
             self.training.error = error  # raised once Dynamo's code has set what the model keeps of the forward pass
             return tuple(vars(error).pop("outputs"))
@@ -140,8 +139,11 @@ class ModelStep(GraphStep):
         own = {id(p) for p in self.optimizer.parameters()}
         others = [x for x in inputs if isinstance(x, nn.Parameter) and x.requires_grad and id(x) not in own]
         results = tuple([output.detach() for output in outputs])
-        with noting_outputs(results):
+        try:
             self.optimizer.train(outputs[self.forward.loss], others)
+        except NonFiniteError as error:
+            vars(error)["outputs"] = results
+            raise
         return results
 
     def obstacle(self, inputs: Sequence[Any]) -> str:
@@ -149,16 +151,6 @@ class ModelStep(GraphStep):
 
     def new_program(self, inputs: Sequence[Any]) -> Program:
         return ModelProgram(FunctionalStep(self.forward, self.optimizer, inputs), self.model)
-
-
-@contextlib.contextmanager
-def noting_outputs(outputs: tuple[Any, ...]) -> Iterator[None]:
-    """Give a NonFiniteError the outputs of the forward pass, which was made."""
-    try:
-        yield
-    except NonFiniteError as error:
-        vars(error)["outputs"] = outputs
-        raise
 
 
 def obstacle_of(inputs: Sequence[Any]) -> str:
@@ -311,8 +303,11 @@ class ModelProgram(Program):
     def finish(self, results: Sequence[Any]) -> tuple[Any, ...]:
         count = self.step.forward.outputs
         outputs = tuple(results[:count])
-        with noting_outputs(outputs):
+        try:
             self.step.optimizer.record_step(results[count:])
+        except NonFiniteError as error:
+            vars(error)["outputs"] = outputs
+            raise
         return outputs
 
     def repetition(self, batch: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], Tensor] | None:
