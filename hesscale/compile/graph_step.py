@@ -266,8 +266,10 @@ class ModelProgram(Program):
         mutated = mutated_arguments(self.graph)
         self.mutated = sorted(mutated)
         self.read_only = [i for i in range(step.count) if i not in mutated]
-        self.addresses: list[int] = []  # of the arguments that it changes
-        self.storages: set[int] = set()
+        self.mutated_inputs = [i for i in self.mutated if i < step.count]
+        self.addresses: list[int] = []  # of the inputs that it changes
+        self.storages: set[int] = set()  # of all arguments that it changes
+        self.state: list[Tensor] = []  # for which these hold
 
     def fits(self, inputs: Sequence[Any]) -> bool:
         if not self.step.fits(inputs):
@@ -278,9 +280,9 @@ class ModelProgram(Program):
     def has_new_overlap(self) -> bool:
         """Whether an argument that it changes now shares memory with another one; quick if no tensor has moved."""
         arguments = self.arguments
-        addresses = [*map(Tensor.data_ptr, map(arguments.__getitem__, self.mutated))]
-        if addresses != self.addresses:
-            self.addresses = addresses
+        addresses = [*map(Tensor.data_ptr, map(arguments.__getitem__, self.mutated_inputs))]
+        if addresses != self.addresses or self.state is not self.step.state:
+            self.addresses, self.state = addresses, self.step.state
             self.storages = {arguments[i].untyped_storage().data_ptr() for i in self.mutated}
         elif not any(arguments[i].untyped_storage().data_ptr() in self.storages for i in self.read_only):
             return False

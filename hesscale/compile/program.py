@@ -70,8 +70,13 @@ class Program(ABC):
 
     def __call__(self, arguments: Sequence[Tensor]) -> tuple[Any, ...]:
         """Make a step."""
-        with torch.no_grad(), torch._C._DisableAutocast():  # the graph holds the casts
-            results = self.code(*arguments) if self.cuda_graph is None else self.cuda_graph.replay(arguments)
+        is_enabled = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)  # as torch.no_grad does, in less time
+        try:
+            with torch._C._DisableAutocast():  # the graph holds the casts
+                results = self.code(*arguments) if self.cuda_graph is None else self.cuda_graph.replay(arguments)
+        finally:
+            torch._C._set_grad_enabled(is_enabled)
         self.has_run = True
         return self.finish(results)
 
