@@ -71,7 +71,7 @@ def explain(
     *,
     method: str = "hesscale",
     outputs: Tensor | Sequence[Tensor] | None = None,
-    head: str = "exact",
+    head: str = "auto",
 ) -> Explanation:
     """A table, operator by operator, of what :func:`hesscale.backward` would do with this loss; changes nothing.
 
@@ -92,9 +92,9 @@ def explain(
     check_loss(loss)
     steps, reasons = lenient_steps(loss, method)
     ends = output_edges(outputs, loss, [step.node for step in steps])
-    found = Head.empty() if method == "bl89" else find_head(steps, ends, ())
+    found = Head.empty() if method == "bl89" else find_head(steps, ends, (), is_bounded=head == "auto")
     products: dict[Edge, int] = {}
-    if head == "exact" and not reasons:
+    if head != "rules" and not reasons:
         products = {edge: exact.products for edge, exact in exact_diagonals(loss, found).items()}
     notes = {edge: end_note(edge, found, products, head) for edge in found.ends}
     rows = [row_of(step, found, notes, reasons) for step in steps]

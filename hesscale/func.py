@@ -42,7 +42,7 @@ def grad_and_hess_diag(
     has_aux: bool = False,
     *,
     method: str = "hesscale",
-    head: str = "exact",
+    head: str = "auto",
     fallback: str = "error",
     curvature_dtype: torch.dtype | None = None,
 ) -> Callable[..., Any]:

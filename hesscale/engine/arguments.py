@@ -11,7 +11,7 @@ from torch import Tensor
 from .nodes import Edge, Node, edge_of
 
 METHODS = ("hesscale", "hesscale_gn", "bl89")
-HEADS = ("exact", "rules")
+HEADS = ("auto", "exact", "rules")
 FALLBACKS = ("error", "exact")
 CURVATURE_DTYPES = (None, torch.bfloat16, torch.float32, torch.float64)  # float16 has no room for squares
 

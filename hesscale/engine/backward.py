@@ -25,7 +25,7 @@ def backward(
     outputs: Tensor | Sequence[Tensor] | None = None,
     inputs: Tensor | Sequence[Tensor] | None = None,
     retain_graph: bool = False,
-    head: str = "exact",
+    head: str = "auto",
     fallback: str = "error",
     curvature_dtype: torch.dtype | None = None,
 ) -> None:
@@ -42,7 +42,9 @@ def backward(
             loss, the first matrix product, convolution, embedding or their like made them.
         inputs: fill only these tensors, as in ``Tensor.backward``.
         retain_graph: keep the graph for another pass.
-        head: ``"exact"`` uses double backward between loss and outputs where the rules are not exact there; ``"rules"`` never.
+        head: how to treat what lies between loss and outputs where the rules are not exact there. ``"auto"`` uses double
+            backward unless that would cost much more than a backward pass; ``"exact"`` uses it at any cost up to a limit;
+            ``"rules"`` never.
         fallback: what to do at an operator without a rule: ``"error"``, or ``"exact"`` to differentiate it twice by brute force.
         curvature_dtype: compute the curvature's matrix products and convolutions in this dtype, ``torch.bfloat16`` for speed;
             gradients are never touched.
@@ -100,7 +102,7 @@ def grad(
     method: str = "hesscale",
     outputs: Tensor | Sequence[Tensor] | None = None,
     retain_graph: bool = False,
-    head: str = "exact",
+    head: str = "auto",
     fallback: str = "error",
     curvature_dtype: torch.dtype | None = None,
     allow_unused: bool = False,

@@ -20,6 +20,7 @@ Block = tuple[int, ...]  # the dimensions whose entries share second derivatives
 
 
 RETRY_INTERVAL = 100  # passes
+MAX_PRODUCTS = 1024  # Hessian-vector products for one tensor
 
 
 def candidate_blocks(rank: int) -> list[Block]:
@@ -85,6 +86,7 @@ class BlockStructure:
     Threads may share it. Every field is replaced as a whole, and each pass verifies the block that it uses.
     """
 
+    max_products: int = MAX_PRODUCTS
     block: Block | None = None  # None until a pass has found it
     is_out_of_reach: bool = False  # the last eager pass had to leave the tensor to the rules
     passes: int = 0

@@ -18,12 +18,15 @@ from typing import NamedTuple
 
 from ..errors import UnsupportedOperator
 from ..rules import Rule
-from .block_structure import BlockStructure
+from .block_structure import MAX_PRODUCTS, BlockStructure
 from .cache import BoundedCache
 from .dispatch import Step, is_constant_product
 from .nodes import Edge, Node, metadata
 
 MAX_STRUCTURES = 1000
+WORK_PER_NUMBER = 32  # multiplications of a matrix product that take as long as reading and writing a number
+PASSES_OF_A_PRODUCT = 4  # backward passes through the head that take as long as a Hessian-vector product
+FREE_NUMBERS = 2**24  # what exact diagonals may cost in any case: some 20 ms on one core
 _structures: BoundedCache[dict[int, BlockStructure]] = BoundedCache(MAX_STRUCTURES)
 
 
@@ -55,13 +58,14 @@ class Head:
         return found
 
 
-def find_head(steps: Sequence[Step], outputs: set[Edge] | None, requested: Collection[Edge]) -> Head:
+def find_head(steps: Sequence[Step], outputs: set[Edge] | None, requested: Collection[Edge], *, is_bounded: bool = False) -> Head:
     """Split the head off a graph, whose ``steps`` are in topological order, and find where its rules may be inexact.
 
     Args:
         steps: the graph's nodes with their rules.
         outputs: where the head ends; None to end it at the first contractions.
         requested: tensors inside the head whose diagonal is asked for too.
+        is_bounded: whether exact diagonals may cost only about as much as a backward pass.
     """
     inside = steps_of_head(steps, outputs)
     nodes = frozenset(step.node for step in inside)
@@ -72,7 +76,8 @@ def find_head(steps: Sequence[Step], outputs: set[Edge] | None, requested: Colle
     def is_needed(tensor: Edge) -> bool:
         return (tensor in ends and tensor[0] in in_graph) or tensor in requested
 
-    structures = block_structures(inside, tensors)
+    limit = min(MAX_PRODUCTS, products_in_budget(steps, inside)) if is_bounded else MAX_PRODUCTS
+    structures = block_structures(inside, tensors, limit)
     inexact = {tensors[i]: structure for i, structure in structures.items() if is_needed(tensors[i])}
     if any(metadata(tensor).dtype.is_complex for tensor in inexact):
         raise UnsupportedOperator("the model's outputs are complex; pass outputs= with real ones, or head='rules'")
@@ -96,17 +101,37 @@ def ends_head(node: Node, rule: Rule) -> bool:
     return rule.contraction and not is_constant_product(node, rule)
 
 
-def block_structures(steps: Sequence[Step], tensors: Sequence[Edge]) -> dict[int, BlockStructure]:
+def products_in_budget(steps: Sequence[Step], inside: Sequence[Step]) -> int:
+    """How many Hessian-vector products through the head cost about as much as a backward pass through the graph."""
+    whole = sum([numbers(step) + work(step) / WORK_PER_NUMBER for step in steps])
+    product = PASSES_OF_A_PRODUCT * sum([numbers(step) for step in inside])
+    return int(max(whole, FREE_NUMBERS) // max(product, 1))
+
+
+def numbers(step: Step) -> int:
+    """How many numbers a node has made."""
+    return sum([math.prod(meta.shape) for meta in step.node._input_metadata])
+
+
+def work(step: Step) -> float:
+    """About how many multiplications a product takes: for a matrix product, √(m k · k n · m n)."""
+    if step.rule is None or not step.rule.contraction:
+        return 0.0
+    factors = [metadata(edge).shape for edge in step.edges[-2:] if edge[0] is not None]
+    return math.sqrt(numbers(step) * math.prod([math.prod(shape) for shape in factors]))
+
+
+def block_structures(steps: Sequence[Step], tensors: Sequence[Edge], max_products: int) -> dict[int, BlockStructure]:
     """What is known of each tensor that the rules may get wrong, by its position in ``tensors``.
 
     Heads with the same operators and shapes share one entry, and so share what their passes learn.
     """
     position = {tensor: i for i, tensor in enumerate(tensors)}
     shapes = tuple([tuple(metadata(tensor).shape) for tensor in tensors])
-    signature = shapes, tuple([step_signature(step, position) for step in steps])
+    signature = shapes, max_products, tuple([step_signature(step, position) for step in steps])
     known = _structures.get(signature)
     if known is None:
-        found = {position[tensor]: BlockStructure() for tensor in find_inexact(steps)}
+        found = {position[tensor]: BlockStructure(max_products) for tensor in find_inexact(steps)}
         known = _structures.setdefault(signature, found)
     return known
 

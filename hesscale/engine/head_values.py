@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from ..errors import NeedsEagerPass
-from .block_structure import Block, BlockStructure, Probes, candidate_blocks, warn
+from .block_structure import MAX_PRODUCTS, Block, BlockStructure, Probes, candidate_blocks, warn
 from .head_structure import Head
 from .nodes import Edge, Node, edge_of, is_once_differentiable, metadata, pull
 
-MAX_PRODUCTS = 1024  # Hessian-vector products for one tensor
 MAX_ROWS, MAX_NUMBERS = 64, 2**24  # products in one batch, and numbers in their vectors
 ROUNDED_TERMS = 32  # of the size of the gradient, in one second derivative
 CANNOT = "PyTorch cannot differentiate this loss twice; the diagonal at the outputs is that of the rules"
@@ -78,7 +77,7 @@ def hessian_diagonal(gradient: Tensor | None, edge: Edge, stops: set[Node], stru
         warn(CANNOT)
         return None
     compute: Compute = partial(compute_with_block, gradient, edge, stops, structure)
-    blocks = affordable_blocks(gradient.shape, structure.block)
+    blocks = affordable_blocks(gradient.shape, structure)
     exact = None
     if blocks and is_traced:
         exact = diagonal_in_trace(compute, blocks[0])
@@ -88,10 +87,12 @@ def hessian_diagonal(gradient: Tensor | None, edge: Edge, stops: set[Node], stru
         exact = diagonal_by_search(compute, blocks, structure)
     if exact is None:
         structure.is_out_of_reach = True
+        costly = "" if structure.max_products == MAX_PRODUCTS else ", which take longer than a backward pass"
+        more = "head='rules' to silence this" if not costly else "head='exact' to allow more, head='rules' to silence this"
         warn(
-            f"the exact diagonal of a loss at a tensor of shape {tuple(gradient.shape)} would take more than {MAX_PRODUCTS} "
-            "Hessian-vector products; the rules' value stands there. Pass head='rules' to silence this, or outputs= to move "
-            "the end of the head"
+            f"the exact diagonal of a loss at a tensor of shape {tuple(gradient.shape)} would take more than "
+            f"{structure.max_products} Hessian-vector products{costly}; the rules' value stands there. Pass {more}, or outputs= "
+            "to move the end of the head"
         )
     return exact
 
@@ -105,11 +106,11 @@ def may_be_traced(structure: BlockStructure) -> bool:
     return True
 
 
-def affordable_blocks(shape: Sequence[int], first: Block | None) -> list[Block]:
+def affordable_blocks(shape: Sequence[int], structure: BlockStructure) -> list[Block]:
     """The blocks to try, from the one that is known on, as far as they take few enough products."""
     blocks = candidate_blocks(len(shape))
-    blocks = blocks if first is None else blocks[blocks.index(first) :]
-    return [block for block in blocks if math.prod(shape[d] for d in block) <= MAX_PRODUCTS]
+    blocks = blocks if structure.block is None else blocks[blocks.index(structure.block) :]
+    return [block for block in blocks if math.prod(shape[d] for d in block) <= structure.max_products]
 
 
 class Trial(NamedTuple):

@@ -52,7 +52,7 @@ class Propagation:
         self.nodes = graph.nodes
         self.loss = loss
         self.product_dtype = curvature_dtype
-        self.uses_double_backward = head == "exact" and method != "bl89"
+        self.uses_double_backward = head != "rules" and method != "bl89"
         self.graph_task: int | None = None
         self.diagonals: dict[TensorKey, Tensor] = {}
         self.owned: set[TensorKey] = set()  # where nothing else refers to the diagonal's memory

@@ -199,8 +199,9 @@ def make_schedule(
     order = topological(graph.nodes[0])
     steps = steps_of(order if requested is None else leading_to(order, edges), method=method, fallback=fallback)
     found = Head.empty()
-    if method != "bl89" and (head == "exact" or method == "hesscale_gn"):
-        found = find_head(steps, None if ends is None else {(graph.nodes[index], i) for index, i in ends}, edges)
+    if method != "bl89" and (head != "rules" or method == "hesscale_gn"):
+        stops = None if ends is None else {(graph.nodes[index], i) for index, i in ends}
+        found = find_head(steps, stops, edges, is_bounded=head == "auto")
     return Schedule(steps, found, keys, method == "hesscale_gn", graph)
 
 

@@ -46,7 +46,7 @@ class DerivativeOptimizer(Optimizer):
         scaler: torch.amp.GradScaler | None = None,
         outputs: Tensor | Sequence[Tensor] | None = None,
         retain_graph: bool = False,
-        head: str = "exact",
+        head: str = "auto",
         fallback: str = "error",
     ) -> None:
         """Compute what the next :meth:`step` needs: ``.grad``, and ``.hess_diag`` if it is due.
@@ -80,7 +80,7 @@ class DerivativeOptimizer(Optimizer):
             options: ``outputs``, ``head`` and ``fallback`` of :func:`hesscale.backward`.
         """
         check_loss(loss)
-        options = {"outputs": None, "head": "exact", "fallback": "error", "curvature_dtype": self.curvature_dtype, **options}
+        options = {"outputs": None, "head": "auto", "fallback": "error", "curvature_dtype": self.curvature_dtype, **options}
         with unscaled_curvature(self, scale):
             engine.carry(lambda: loss.backward(retain_graph=retain_graph), loss, self.parameters(), method=self.method, **options)
 

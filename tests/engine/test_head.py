@@ -419,3 +419,28 @@ def test_frozen_parameters_and_constants_are_told_apart_in_one_process():
         leaf = z.detach().requires_grad_()
         truth = hessian_diagonal(F.cross_entropy(leaf @ constant, TARGET), leaf)
         assert torch.allclose(found, truth) == (matrix is constant)
+
+
+def test_exactness_has_a_budget(monkeypatch):
+    """Two layer norms before a squared error take a product per feature, through a head that is most of this graph."""
+    monkeypatch.setattr("hesscale.engine.head_structure.FREE_NUMBERS", 0)
+    torch.manual_seed(0)
+    x, layer = torch.randn(8, 4).double(), nn.Linear(4, 40).double()
+    norm, target = nn.LayerNorm(40).double(), torch.randn(8, 40).double()
+
+    def loss_of(z):
+        return F.mse_loss(norm(norm(z).tanh()), target)
+
+    def diagonal(**options):
+        return hesscale.grad(loss_of(z := layer(x)), z, **options)[1][0]
+
+    with pytest.warns(hesscale.CurvatureWarning, match=r"which take longer than a backward pass.*head='exact' to allow more"):
+        found = diagonal()
+    torch.testing.assert_close(found, diagonal(head="rules"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", hesscale.CurvatureWarning)
+        torch.testing.assert_close(diagonal(), found)  # one warning is enough
+        exact = diagonal(head="exact")
+    z = layer(x).detach().requires_grad_()
+    torch.testing.assert_close(exact, hessian_diagonal(loss_of(z), z))
+    assert not torch.allclose(exact, found)
