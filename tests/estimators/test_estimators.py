@@ -713,15 +713,24 @@ def test_where_no_outputs_are_found():
 
 
 def test_an_unknown_operator_in_the_head():
-    class Square(Unbatched):
-        hess_diag = None
+    class FlippedSquare(torch.autograd.Function):
+        """Not elementwise, so that it needs a rule."""
+
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x.flip(0).square()
+
+        @staticmethod
+        def backward(ctx, g):
+            return 2 * ctx.saved_tensors[0] * g.flip(0)
 
     layer = nn.Linear(2, 2)
     z = layer(torch.randn(3, 2))
-    with pytest.raises(hesscale.UnsupportedOperator, match=r"whether SquareBackward belongs to the model or to the loss"):
-        estimate("ggn", Square.apply(z).sum(), [layer.weight])
+    with pytest.raises(hesscale.UnsupportedOperator, match=r"whether FlippedSquareBackward belongs to the model or to the loss"):
+        estimate("ggn", FlippedSquare.apply(z).sum(), [layer.weight])
     expected = estimate("ggn", z.square().sum(), [layer.weight], retain_graph=True)
-    close(estimate("ggn", Square.apply(z).sum(), [layer.weight], outputs=z), expected)
+    close(estimate("ggn", FlippedSquare.apply(z).sum(), [layer.weight], outputs=z), expected)
 
 
 def test_a_tensor_between_outputs_and_loss_has_no_ggn():

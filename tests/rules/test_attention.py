@@ -160,8 +160,8 @@ class Decoder(nn.Module):
     def forward(self, tokens):
         x = self.embedding(tokens) + self.position
         h = self.norm(x)
-        q = self.q(h).unflatten(-1, (4, 2)).transpose(1, 2)
-        k, v = self.kv(h).unflatten(-1, (2, 4)).transpose(1, 2).chunk(2, -1)
+        q = self.q(h).view(*tokens.shape, 4, 2).transpose(1, 2)
+        k, v = self.kv(h).view(*tokens.shape, 2, 4).transpose(1, 2).chunk(2, -1)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.head(x + self.out(y.transpose(1, 2).flatten(2)))
 
