@@ -115,6 +115,20 @@ class Softmax(torch.autograd.Function):
         return y * (g - (g * y).sum(-1, keepdim=True))
 
 
+class OfAll(StraightThrough):
+    """A backward whose slope at one entry depends on the others."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return g * (x * x.mean()).tanh()
+
+
 class Nothing(StraightThrough):
     """Of zeros nothing can be learned."""
 
@@ -147,7 +161,7 @@ def test_elementwise_functions_need_no_rule(function, arguments, method):
         torch.testing.assert_close(found, 2 * first**2)
 
 
-@pytest.mark.parametrize("function", [Once, Detached, WithoutGraph, Derivative, Attribute, Softmax, Nothing])
+@pytest.mark.parametrize("function", [Once, Detached, WithoutGraph, Derivative, Attribute, Softmax, OfAll, Nothing])
 def test_other_functions_are_refused(function):
     x = point(3, 4)
     with pytest.raises(hesscale.UnsupportedOperator, match="defines no hess_diag"):
