@@ -56,9 +56,10 @@ def step_of(node: Node, special: dict[str, Rule], fallback: str, used: Collectio
 def refusal(node: Node, name: str, rule: Rule | None, repeated: bool, used: Collection[Edge]) -> str | None:
     """Why this node cannot be served, with the way out; None if it can."""
     if rule is None or any(meta.is_nested_tensor for meta in node._input_metadata):
+        shown = name.rpartition("::")[2]
         if known := known_refusal(node, name):
-            return f"no curvature rule for {name}: {known}."
-        return f"no curvature rule for {name}{origin(node, name)}. {WAY_OUT}"
+            return f"no curvature rule for {shown}: {known}."
+        return f"no curvature rule for {shown}{origin(node, name)}. {WAY_OUT}"
     if rule.used_outputs is not None:
         others = [i for i in range(len(node._input_metadata)) if i not in rule.used_outputs and (node, i) in used]
         if others:

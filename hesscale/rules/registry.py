@@ -92,6 +92,8 @@ COMPLEX: dict[str, Rule] = {}  # for nodes that take or make complex tensors; se
 REFUSED: dict[str, str] = {
     "CompiledFunctionBackward": "a model under torch.compile hides its operators. Pass the model before torch.compile, or run "
     "this forward pass under torch.compiler.set_stance('force_eager')",
+    "DifferentiableGraphBackward": "a function under torch.jit.script hides its operators. Call it without torch.jit.script, "
+    "or start Python with PYTORCH_JIT=0",
     "CheckpointFunctionBackward": "reentrant checkpointing hides its operators. Pass use_reentrant=False to checkpoint",
     "BackwardBackward": "the loss holds a gradient (create_graph=True), whose curvature needs third derivatives. "
     "Take such a term out of the loss, or detach it",

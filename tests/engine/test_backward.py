@@ -886,6 +886,21 @@ def test_compiled_functions_are_refused():
         hesscale.backward(loss_of(model))
 
 
+def test_scripted_functions_are_refused():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        function = torch.jit.script(gated)
+    x = torch.randn(3, requires_grad=True)
+    for _ in range(3):  # the first calls run operator by operator
+        y = function(x)
+    said = refuses(y.square().sum(), "no curvature rule for DifferentiableGraphBackward", [x])
+    assert "PYTORCH_JIT=0" in said
+
+
+def gated(x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x) * x
+
+
 # nothing stays behind
 
 
