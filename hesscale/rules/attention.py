@@ -172,7 +172,7 @@ def shares_of(node: Node, g: Share, s: Share, score_rule: ScoreRule) -> list[Sha
     given = read(node)
     like = g if s is None else s
     assert like is not None
-    dtype = like.dtype
+    dtype = torch.promote_types(like.dtype, torch.float32)  # of sums over blocks
     for i, tensor in enumerate((given.q, given.k, given.v)):
         if needs(node, i) and (i < 2 or s is not None):
             shares[i] = torch.zeros(tensor.shape, dtype=dtype, device=tensor.device)
@@ -181,6 +181,7 @@ def shares_of(node: Node, g: Share, s: Share, score_rule: ScoreRule) -> list[Sha
         shares[3] = torch.zeros(bias.shape, dtype=dtype, device=bias.device)
     for block in blocks(given):
         add_shares(shares, given, block, None if g is None else g[block], None if s is None else s[block], score_rule)
+    shares = [None if share is None else share.to(like.dtype) for share in shares]
     groups = given.k.shape[1] // max(saved(node, "key").shape[1], 1)
     if groups > 1:
         shares[1:3] = [None if x is None else x.unflatten(1, (-1, groups)).sum(2) for x in shares[1:3]]
@@ -192,6 +193,8 @@ def add_shares(shares: list[Share], given: Attention, block: Block, g: Share, s:
     batches, heads, rows = block
     columns = given.columns(rows)
     seen = batches, heads, columns
+    like = g if s is None else s
+    assert like is not None
     p = given.probabilities(block, columns)
     keep = None if given.keep is None else given.keep[batches, heads, rows, columns]
     kept = p if keep is None else p * keep
@@ -212,11 +215,11 @@ def add_shares(shares: list[Share], given: Attention, block: Block, g: Share, s:
     to_product = to_scores.mul_(given.scale**2)
     for i, share in enumerate(shares[:2]):
         if share is not None:
-            rounded = to_product.to(share.dtype)
+            rounded = to_product.to(like.dtype)
             if i == 0:
-                share[block] += rounded @ squared(given.k[seen], share)
+                share[block] += rounded @ squared(given.k[seen], like)
             else:
-                share[seen] += rounded.mT @ squared(given.q[block], share)
+                share[seen] += rounded.mT @ squared(given.q[block], like)
 
 
 def add_to_bias(share: Tensor, to_scores: Tensor, where: tuple[slice, ...]) -> None:
