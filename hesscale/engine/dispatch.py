@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..errors import UnsupportedOperator
 from ..rules import BL89, COMPLEX, REFUSED, RULES, Rule, brute_force, custom_functions
-from ..rules.registry import RuleFunction, Shares, saved, summary_of
+from ..rules.registry import RuleFunction, Shares, summary_of
 from .nodes import LEAF, Edge, Node, metadata, per_edge
 
 
@@ -120,7 +120,9 @@ def is_constant_product(node: Node, rule: Rule) -> bool:
     if (first[0] is None) == (second[0] is None):
         return False
     constant, other = (rule.factors[0], second) if first[0] is None else (rule.factors[1], first)
-    return not is_parameter(saved(node, constant)) and not leads_to_leaf(other[0])
+    if leads_to_leaf(other[0]):  # asked first: to read a saved tensor may recompute a checkpoint
+        return False
+    return not is_parameter(getattr(node, f"_saved_{constant}"))  # as it is: a copy in another dtype is no parameter
 
 
 def is_parameter(tensor: Tensor) -> bool:

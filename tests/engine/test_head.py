@@ -444,3 +444,10 @@ def test_exactness_has_a_budget(monkeypatch):
     z = layer(x).detach().requires_grad_()
     torch.testing.assert_close(exact, hessian_diagonal(loss_of(z), z))
     assert not torch.allclose(exact, found)
+
+
+def test_a_frozen_parameter_of_float16_ends_the_head():
+    y = (z := output().half()) @ nn.Parameter(MIXING.half(), requires_grad=False)
+    loss = F.cross_entropy(y.float(), TARGET)
+    _, found = hesscale.grad(loss, z, retain_graph=True)
+    torch.testing.assert_close(found, hesscale.grad(loss, z, outputs=y)[1])
