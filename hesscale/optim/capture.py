@@ -6,14 +6,16 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..distributed.averaging import averaged_with_gradients
+from ..distributed.sharding import check_unsharded
 from ..engine.backward import is_own_pass, own_pass
-from ..engine.nodes import edge_of, topological
-from ..engine.sharding import check_unsharded
+from ..engine.nodes import edge_of, leaves_of, topological
 from . import CurvatureOptimizer
 
 _lock = threading.Lock()
@@ -130,7 +132,7 @@ def due_optimizers(loss: Tensor, captures: list[Capture]) -> list[tuple[Curvatur
                 continue
             if not reached:
                 reached = set(topological(edge_of(loss)[0]))
-                check_unsharded(reached)
+                check_unsharded(leaves_of(loss))
             if any(edge_of(p)[0] in reached for p in optimizer.parameters()):
                 scaler = block.scaler
                 scale = {} if scaler is None else {"scale": scaler.scale(torch.ones((), device=loss.device))}
@@ -141,6 +143,8 @@ def due_optimizers(loss: Tensor, captures: list[Capture]) -> list[tuple[Curvatur
 def run_backward(loss: Tensor, jobs: list[tuple[CurvatureOptimizer, dict[str, Any]]], retain_graph: bool) -> None:
     """One pass for gradients and the first optimizer's curvature, and one for the curvature of each further optimizer."""
     (first, options), *others = jobs
-    for optimizer, own_options in others:
-        optimizer.fill_curvature_alone(loss, **own_options)
-    first.fill_curvature(loss, retain_graph=retain_graph, **options)
+    dtypes = {optimizer.curvature_dtype for optimizer, _ in jobs}
+    with averaged_with_gradients(partial(leaves_of, loss), first.curvature_dtype if len(dtypes) == 1 else None):
+        for optimizer, own_options in others:
+            optimizer.fill_curvature_alone(loss, **own_options)
+        first.fill_curvature(loss, retain_graph=retain_graph, **options)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from .. import estimators
+from ..distributed.averaging import averaged_with_gradients
+from ..distributed.draws import generator_for
 from ..engine.arguments import check_loss
 from ..engine.backward import own_pass
+from ..engine.nodes import leaves_of
 from .base import CurvatureOptimizer
 
 
@@ -63,11 +67,14 @@ class Sampled(CurvatureOptimizer):
         self.num_samples, self.generator = num_samples, generator
         super().__init__(params, *args, **options)
 
+    draws_signs: ClassVar[bool] = False  # of parameters, which several processes share, and not at the outputs of samples
+
     def fill_curvature(self, loss: Tensor, *, retain_graph: bool = False, scale: Tensor | None = None, **options: Any) -> None:
         check_loss(loss)
-        self.fill_curvature_alone(loss, scale=scale, **options)
-        with own_pass():
-            loss.backward(retain_graph=retain_graph)
+        with averaged_with_gradients(partial(leaves_of, loss), self.curvature_dtype):
+            self.fill_curvature_alone(loss, scale=scale, **options)
+            with own_pass():
+                loss.backward(retain_graph=retain_graph)
 
     @property
     def estimator(self) -> str:
@@ -82,7 +89,7 @@ class Sampled(CurvatureOptimizer):
             params,
             num_samples=self.num_samples,
             outputs=options.get("outputs"),
-            generator=self.generator,
+            generator=self.generator or generator_for(params, self.param_groups[0]["step_count"], is_shared=self.draws_signs),
             retain_graph=True,
         )
 
@@ -95,6 +102,7 @@ class AdaHessian(Sampled):
     """
 
     method = "hutchinson"
+    draws_signs = True
 
     def __init__(self, params: Any, *args: Any, spatial_average: bool = False, **options: Any):
         self.spatial_average = spatial_average

@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor, distributed
 
 from ..errors import UnsupportedOperator
-from .nodes import LEAF, Node
 
 FSDP = (
     "{} has sharded a parameter of this model. Their Hessian diagonals are not supported: they would be lost when "
@@ -17,11 +16,11 @@ FSDP = (
 )
 
 
-def check_unsharded(nodes: Iterable[Node]) -> None:
-    """Raise if the tensor of a leaf among these nodes belongs to FSDP."""
+def check_unsharded(leaves: Iterable[Tensor]) -> None:
+    """Raise if one of these leaves of a graph belongs to FSDP."""
     if not distributed.is_available() or not distributed.is_initialized():
         return
-    leaves: list[Any] = [node.variable for node in nodes if node.name() == LEAF]
+    leaves = list(leaves)
     if any(getattr(leaf, "_is_flat_param", False) for leaf in leaves):
         raise UnsupportedOperator(FSDP.format("FullyShardedDataParallel (FSDP)"))
     gathered = {id(parameter) for parameter in gathered_parameters()}
