@@ -21,7 +21,7 @@ VOCABULARY = 20
 
 
 def make_model(attention: str = "eager", dropout: float = 0.0) -> BertForSequenceClassification:
-    """Eager attention is made of operators that have rules; the fused one (``"sdpa"``) has none yet."""
+    """A small BERT; ``attention`` is ``"eager"`` or ``"sdpa"``, which is one fused operator."""
     config = BertConfig(
         vocab_size=VOCABULARY,
         hidden_size=32,

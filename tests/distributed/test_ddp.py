@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import hesscale
 
 STEPS = 10
+ROOT = Path(__file__).parents[2]
 
 
 class GPT(nn.Module):
@@ -115,6 +121,11 @@ def trained(rank, name, how="optimizer", kind=hesscale.AdaHesScale, ddp=None, **
     model = build(make, rank, **(ddp or {}))
     optimizer = kind(model.parameters(), lr=0.01, trust_radius=0.05, **options)
     diagonals = []
+    if how == "step":
+        take = hesscale.compile_step(model, loss_of, optimizer, backend="eager")
+        for step in range(STEPS):
+            take(*part(batch(shape, step), rank))
+        return recorded(model, optimizer)
     for step in range(STEPS):
         loss = loss_of(model, *part(batch(shape, step), rank))
         if how == "optimizer":
@@ -169,17 +180,27 @@ def unused(rank, **ddp):
     optimizer = hesscale.AdaHesScale(model.parameters(), lr=0.01)
     for step in range(STEPS):
         x, y = batch((4,), step)
-        if rank is None:
-            halves = [loss_of(lambda z, k=k: model(z, (step + k) % 2), *part((x, y), k)) for k in (0, 1)]  # noqa: B023
-            loss = sum(halves) / 2
-        else:
-            loss = loss_of(lambda z: model(z, (step + rank) % 2), *part((x, y), rank))  # noqa: B023
-        optimizer.backward(loss)
+        ranks = (0, 1) if rank is None else (rank,)
+        losses = [loss_of(partial(model, branch=(step + k) % 2), *part((x, y), k)) for k in ranks]
+        optimizer.backward(sum(losses) / len(losses))
         optimizer.step()
         optimizer.zero_grad()
     inner = model if rank is None else model.module
     idle = [p.grad is None and getattr(p, "hess_diag", None) is None for p in inner.branches[2].parameters()]
     return {**recorded(model, optimizer), "idle": idle}
+
+
+def left_over(rank):
+    """A diagonal of an earlier pass, at a parameter that this process does not use now, does not count."""
+    model = build(Branches, rank, find_unused_parameters=True)
+    x, y = batch((4,), 0)
+    for step in (0, 1):
+        ranks = (0, 1) if rank is None else (rank,)
+        losses = [loss_of(partial(model, branch=(step + k) % 2), *part((x, y), k)) for k in ranks]
+        model.zero_grad()  # leaves hess_diag
+        hesscale.backward(sum(losses) / len(losses))
+    inner = model if rank is None else model.module
+    return {name: p.hess_diag for name, p in inner.named_parameters() if p.grad is not None}
 
 
 def around(rank):
@@ -292,6 +313,8 @@ EQUAL = {
     "curvature_every": (occasional, (), {}),
     "unused parameters": (unused, (), {}),
     "unused parameters in views of buckets": (unused, (), {"gradient_as_bucket_view": True}),
+    "left over": (left_over, (), {}),
+    "an eager step": (trained, ("perceptron", "step"), {}),
     "around the module": (around, (), {}),
     "two modules": (two_modules, (), {}),
     "a gradient scaler": (scaled, (), {}),
@@ -302,6 +325,7 @@ OTHERS = {
     "signs": (signs, (), {}),
     "refusals": (refusals, (), {}),
 }
+LOOPS = {"accelerate": ["accelerate", "transformers"], "trainer": ["accelerate", "transformers"], "lightning": ["lightning"]}
 
 
 def all_cases(rank):
@@ -375,3 +399,24 @@ def test_what_does_not_average_is_refused_before_anything_changes(ranks):
         for name, (said, changed) in rank["refusals"].items():
             assert "DistributedDataParallel" in said, name
             assert not changed, name
+
+
+def torchrun(script, *arguments):
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LOOPS)
+def test_other_peoples_loops_keep_the_processes_equal(name):
+    for library in LOOPS[name]:
+        pytest.importorskip(library)
+    assert f"{name}: 2 processes" in torchrun(Path(__file__).parent / "loops.py", name)
+
+
+@pytest.mark.slow
+def test_the_example_runs():
+    assert "after 5 steps on 2 processes" in torchrun(ROOT / "examples/ddp_gpt.py", "--steps", "5")
