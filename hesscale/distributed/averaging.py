@@ -8,6 +8,7 @@ the processes' diagonals. It is taken after a backward pass in which DDP has ave
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +16,16 @@ import torch
 from torch import Tensor, distributed
 from torch.nn.parallel import DistributedDataParallel
 
-from ..errors import UnsupportedOperator
+from ..errors import CurvatureWarning, UnsupportedOperator
 from .replicas import replicated_modules
 
 if TYPE_CHECKING:
     from torch.distributed import Work
 
+UNKNOWN = (
+    "the processes have sent something during this backward pass, but none of its parameters belongs to a "
+    "DistributedDataParallel module. hess_diag is this process's own; if the gradients were averaged, average it as well"
+)
 BUCKET_BYTES = 25 * 2**20  # as much as DDP sends at once
 _thread = threading.local()
 
@@ -39,18 +44,19 @@ class averaged_with_gradients:
         self.leaves, self.dtype = leaves, dtype
         self.replicas: list[Replica] = []
         self.is_outermost = False
+        self.collectives: int | None = None  # of the default group, where no DDP module is known to take part
 
     def __enter__(self) -> None:
-        if getattr(_thread, "is_averaging", False):
+        if not is_distributed() or getattr(_thread, "is_averaging", False):
             return
         modules = list(replicated_modules())
-        if not modules:
-            return
-        touched = {id(leaf) for leaf in self.leaves()}
-        modules = [module for module in modules if any(id(p) in touched for p in module._module_parameters)]
+        if modules:
+            touched = {id(leaf) for leaf in self.leaves()}
+            modules = [module for module in modules if any(id(p) in touched for p in module._module_parameters)]
         for module in modules:
             check_supported(module)
         self.replicas = [Replica(module) for module in modules]
+        self.collectives = None if modules else count_collectives(distributed.group.WORLD)
         self.is_outermost = _thread.is_averaging = True
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
@@ -61,6 +67,12 @@ class averaged_with_gradients:
             with torch.no_grad():
                 for replica in [replica for replica in self.replicas if replica.has_communicated()]:
                     replica.average(self.dtype)
+            if self.collectives is not None and count_collectives(distributed.group.WORLD) != self.collectives:
+                warnings.warn(UNKNOWN, CurvatureWarning, stacklevel=3)
+
+
+def is_distributed() -> bool:
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def check_supported(module: Any) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import warnings
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hesscale
+from hesscale.distributed import averaging
 
 STEPS = 10
 ROOT = Path(__file__).parents[2]
@@ -216,6 +218,24 @@ def around(rank):
     return None
 
 
+def without_sequence_numbers(rank):
+    """A backend that does not count its collectives: DDP's own settings tell whether it has averaged."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(averaging, "count_collectives", lambda group: None)
+        return accumulated(rank)
+
+
+def averaged_by_hand(rank):
+    """Hooks of the user average the gradients: what is said."""
+    model = build(perceptron, None)
+    for p in model.parameters():
+        p.register_hook(lambda gradient: dist.all_reduce(gradient) or gradient / 2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        hesscale.backward(loss_of(model, *part(batch((4,), 0), rank)))
+    return [str(warning.message) for warning in caught if warning.category is hesscale.CurvatureWarning]
+
+
 def two_modules(rank):
     """An actor and a critic, each with an optimizer, in one loss and in two."""
     actor, critic = build(perceptron, rank), build(perceptron, rank)
@@ -310,6 +330,7 @@ EQUAL = {
     "find_unused_parameters": (trained, ("GPT",), {"ddp": {"find_unused_parameters": True}}),
     "no_sync": (accumulated, (), {}),
     "forward alone in no_sync": (accumulated, (), {"forward_only": True}),
+    "no sequence numbers": (without_sequence_numbers, (), {}),
     "curvature_every": (occasional, (), {}),
     "unused parameters": (unused, (), {}),
     "unused parameters in views of buckets": (unused, (), {"gradient_as_bucket_view": True}),
@@ -323,6 +344,7 @@ EQUAL = {
 OTHERS = {
     "bfloat16": (trained, ("perceptron",), {"curvature_dtype": torch.bfloat16}),
     "signs": (signs, (), {}),
+    "by hand": (averaged_by_hand, (), {}),
     "refusals": (refusals, (), {}),
 }
 LOOPS = {"accelerate": ["accelerate", "transformers"], "trainer": ["accelerate", "transformers"], "lightning": ["lightning"]}
@@ -373,6 +395,10 @@ def test_nothing_more_is_sent_between_curvature_updates(ranks):
         with_curvature = {count for step, count in enumerate(sent) if step % 3 == 0}
         assert plain == {1}  # the gradients of a small model make one bucket
         assert with_curvature == {2}  # and so do its diagonals
+
+
+def test_other_ways_to_average_are_told_that_hess_diag_is_not_averaged(ranks):
+    assert all("average it as well" in rank["by hand"][0] and len(rank["by hand"]) == 1 for rank in ranks)
 
 
 def test_unused_parameters_keep_none(ranks):
