@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,15 +12,56 @@ from .. import estimators
 from ..engine.arguments import check_loss
 from ..engine.backward import own_pass
 from .base import CurvatureOptimizer
+from .bounds import NEUTRAL, SAFE_DAMPING, SAFE_GRAFT_CAP
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
-class AdaHesScale(CurvatureOptimizer):
+class BoundedOptimizer(CurvatureOptimizer):
+    """Optimizers whose updates are bounded by default.
+
+    Args:
+        damping, graft_cap: as in :class:`CurvatureOptimizer`.
+        args, options: as in :class:`CurvatureOptimizer`.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        *args: Any,
+        damping: float = SAFE_DAMPING,
+        graft_cap: float | None = SAFE_GRAFT_CAP,
+        **options: Any,
+    ) -> None:
+        super().__init__(params, *args, damping=damping, graft_cap=graft_cap, **options)
+
+    @classmethod
+    def paper(cls, params: Any, *args: Any, **options: Any) -> Self:
+        """The paper's Algorithm 2 to the letter, without bounds on the update; with ``trust_radius``, Algorithm 3.
+
+        Example:
+            >>> import torch, hesscale
+            >>> w = torch.tensor([3.0, -2.0], requires_grad=True)
+            >>> optimizer = hesscale.AdaHesScale.paper([w], lr=0.1)
+            >>> optimizer.backward((torch.tensor([0.01, 100.0]) * w**2).sum())
+            >>> optimizer.step()
+            >>> w.detach()
+            tensor([ 2.7000, -1.8000])
+        """
+        return cls(params, *args, **NEUTRAL, **options)
+
+
+class AdaHesScale(BoundedOptimizer):
     """Adam with the HesScale diagonal in place of the gradient in V (Algorithm 2); with ``trust_radius``, Algorithm 3.
+
+    By default, no parameter tensor's update is longer than three times Adam's would be, and small curvature is damped
+    (``graft_cap=3.0, damping=0.03``), so that Adam's step sizes can be used. :meth:`paper` is without these bounds.
 
     Example:
         >>> import torch, hesscale
         >>> model = torch.nn.Linear(3, 1)
-        >>> optimizer = hesscale.AdaHesScale(model.parameters(), lr=0.01)
+        >>> optimizer = hesscale.AdaHesScale(model.parameters(), lr=1e-3)
         >>> loss = model(torch.ones(2, 3)).square().mean()
         >>> optimizer.backward(loss)
         >>> optimizer.step()
@@ -29,7 +70,7 @@ class AdaHesScale(CurvatureOptimizer):
     method = "hesscale"
 
 
-class AdaHesScaleGN(CurvatureOptimizer):
+class AdaHesScaleGN(BoundedOptimizer):
     """:class:`AdaHesScale` with the Gauss-Newton diagonal, which leaves out the model's second derivatives."""
 
     method = "hesscale_gn"

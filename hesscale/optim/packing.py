@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors as flatten
 
 from .batches import Batch
+from .bounds import needs_adam
 
 if TYPE_CHECKING:
     from .base import CurvatureOptimizer
@@ -40,7 +41,9 @@ class Packing:
         if pack is None or not is_allowed(optimizer, group):
             return None
         uses_curvature = optimizer.uses_curvature
-        if uses_curvature != bool(pack.batch.curvature_squares):  # a trust region was added or removed
+        averages_gradient_squares = optimizer.squares_gradient or needs_adam(group)
+        kept = bool(pack.batch.curvature_squares), bool(pack.batch.gradient_squares)
+        if kept != (uses_curvature, averages_gradient_squares):  # a trust region or a bound was added or removed
             return None
         gradients = [g for p in group["params"] if (g := p.grad) is not None and not g.is_sparse]
         diagonals = [getattr(p, "hess_diag", None) for p in group["params"]] if uses_curvature else []
@@ -94,7 +97,9 @@ class Pack:
         self.params = batch.params
         self.shapes = [p.shape for p in batch.params]
         self.states = [state[p] for p in batch.params]
-        self.batch = Batch(batch.group, batch.group_index, params=batch.params, pack=self)
+        self.batch = Batch(
+            batch.group, batch.group_index, params=batch.params, squares_gradient=batch.squares_gradient, pack=self
+        )
         self.places: list[tuple[dict[str, Any], str]] = []  # the entries of states that hold views
         self.views: list[Tensor] = []
         for attribute, name in {**AVERAGES, **COUNTERS}.items():

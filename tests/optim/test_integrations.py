@@ -345,15 +345,6 @@ def test_hugging_face_trainer_resumes_where_it_stopped(tmp_path):
 
 
 @pytest.mark.usefixtures("examples", "accelerate_reset")
-def test_fused_attention_is_refused_by_name(tmp_path):
-    trainer = make_hf_trainer(tmp_path, attention="sdpa")
-    before = copies(trainer.model)
-    with pytest.raises(hesscale.UnsupportedOperator, match="scaled_dot_product_attention"):
-        fit(trainer)
-    assert_equal(copies(trainer.model), before)
-
-
-@pytest.mark.usefixtures("examples", "accelerate_reset")
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_accelerate_trains(precision):
     accelerate = pytest.importorskip("accelerate")
