@@ -12,7 +12,11 @@ from .. import estimators
 from ..engine.arguments import check_loss
 from ..engine.backward import own_pass
 from .base import CurvatureOptimizer
+from .batches import Batch
 from .bounds import NEUTRAL, SAFE_DAMPING, SAFE_GRAFT_CAP
+from .options import check_range
+from .scalars import materialize
+from .update import Quotient
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -165,3 +169,58 @@ class GGNMC(Sampled):
     @property
     def estimator(self) -> str:
         return "ggn_mc_per_sample" if self.per_sample else self.method
+
+
+class SophiaG(GGNMC):
+    """Sophia-G (Liu, Li, Hall, Liang and Ma 2024), a baseline: W ← W − α clip(M ⊘ max(ρH, ε), ±1).
+
+    H averages the Gauss-Newton-Bartlett estimate of the diagonal, drawn at every tenth step. M and H have no bias correction.
+    ``weight_decay`` is decoupled.
+
+    Args:
+        rho: ρ, which decides how many entries are clipped.
+        options: ``num_samples``, ``generator``, ``curvature_dtype``, ``on_nonfinite``, ``maximize`` and ``foreach`` of
+            :class:`CurvatureOptimizer`.
+
+    Example:
+        >>> import torch, hesscale
+        >>> model = torch.nn.Linear(3, 2)
+        >>> optimizer = hesscale.optim.SophiaG(model.parameters(), lr=1e-3)
+        >>> loss = torch.nn.functional.cross_entropy(model(torch.ones(4, 3)), torch.tensor([0, 1, 1, 0]))
+        >>> optimizer.backward(loss)
+        >>> optimizer.step()
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.96, 0.99),
+        eps: float = 1e-12,
+        weight_decay: float = 0.0,
+        *,
+        rho: float = 0.05,
+        curvature_every: int = 10,
+        **options: Any,
+    ) -> None:
+        if unknown := options.keys() - SOPHIA_OPTIONS:
+            raise TypeError(f"SophiaG takes no option {', '.join(sorted(unknown))}")
+        check_range("rho", rho, rho > 0)
+        check_range("eps", eps, eps > 0)
+        self.rho = rho
+        options = {"decoupled_weight_decay": True, "curvature_every": curvature_every, **options}
+        super().__init__(params, lr, betas, eps, weight_decay, **options)
+
+    def prepare(self, curvature: Tensor) -> Tensor:
+        """√S, so that the average of squares is one of S. The estimate is a sum of squares, never negative."""
+        return curvature.sqrt()
+
+    def quotient(self, batch: Batch) -> Quotient:
+        """An entry is clipped at ±1 by a denominator of at least |M|."""
+        denominators = list(torch._foreach_mul(batch.curvature_squares, self.rho))
+        torch._foreach_clamp_min_(denominators, batch.group["eps"])
+        torch._foreach_maximum_(denominators, torch._foreach_abs(batch.momenta))
+        return Quotient(denominators, materialize([batch.group["lr"]] * len(denominators)))
+
+
+SOPHIA_OPTIONS = {"num_samples", "generator", "curvature_dtype", "on_nonfinite", "maximize", "foreach"}
