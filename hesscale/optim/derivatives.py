@@ -13,6 +13,7 @@ from ..engine import backward as engine
 from ..engine.arguments import check_choices, check_loss
 from ..engine.nodes import edge_of, topological
 from ..engine.propagate import accumulate
+from ..engine.sharding import check_unsharded
 from .amp import unscaled_curvature
 
 
@@ -87,6 +88,7 @@ class DerivativeOptimizer(Optimizer):
     def fill_curvature_alone(self, loss: Tensor, *, scale: Tensor | None = None, **options: Any) -> None:
         """Fill ``hess_diag`` of this optimizer's parameters in a pass of its own, which keeps the graph and every ``.grad``."""
         reached = set(topological(edge_of(loss)[0]))
+        check_unsharded(reached)
         params = [p for p in self.parameters() if edge_of(p)[0] in reached]
         if not params:
             return
