@@ -158,6 +158,13 @@ OPTIMIZERS = Choices(
                 ("clip", "entries clipped at 1", CLIPPED),
             )
         ),
+        OptimizerSpec(
+            "adahesscale-gn-calibrated",
+            "AdaHesScaleGN, calibrated every 10th step",
+            AdaHesScaleGN,
+            {"calibrate_every": 10},
+            family="adahesscale-gn",
+        ),
         OptimizerSpec("scaled-adam", "Scaled Adam", Adam, family="adam", is_scaled=True),
         OptimizerSpec("scaled-adahesscale", "Scaled AdaHesScale", AdaHesScale.paper, family="adahesscale", is_scaled=True),
         OptimizerSpec(

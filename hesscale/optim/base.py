@@ -118,7 +118,7 @@ class CurvatureOptimizer(DerivativeOptimizer):
         self.curvature_every = curvature_every
         self.curvature_dtype = curvature_dtype
         self.counters: dict[str, Tensor] = {}
-        self.has_warned_of_length = False
+        self._has_warned_of_length = False
         self.eta: list[Tensor | None] = []
         self.curvature_is_unscaled = False
         self.nonfinite_check = NonFiniteCheck(on_nonfinite, self.counters)
@@ -225,11 +225,11 @@ class CurvatureOptimizer(DerivativeOptimizer):
     def warn_if_long(self, batches: list[Batch], quotients: list[Quotient], etas: list[Tensor | None]) -> None:
         """Warn once if an entry of one of the first steps is far longer than the step size."""
         is_early = self.uses_curvature and self.param_groups[0]["step_count"] < WATCHED_STEPS
-        if not is_early or self.has_warned_of_length or torch.compiler.is_compiling() or is_capturing():
+        if not is_early or self._has_warned_of_length or torch.compiler.is_compiling() or is_capturing():
             return
         longest = max([longest_entry(*parts) for parts in zip(batches, quotients, etas, strict=True)])
         if longest > LONG_ENTRY:
-            self.has_warned_of_length = True
+            self._has_warned_of_length = True
             warnings.warn(
                 f"{type(self).__name__}: a step changes a weight by more than {LONG_ENTRY} times the step size, since its "
                 f"curvature is nearly zero. Bound the steps with damping={SAFE_DAMPING} and graft_cap={SAFE_GRAFT_CAP}, or "

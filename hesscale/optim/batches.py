@@ -87,7 +87,7 @@ def add_parameter(batch: Batch, p: Tensor, optimizer: CurvatureOptimizer) -> Non
     """Add a parameter, its derivatives and its state to a batch."""
     state = optimizer.state[p]
     averages_gradient_squares = optimizer.squares_gradient or needs_adam(batch.group)
-    if averages_gradient_squares and state and "exp_avg_sq" not in state:
+    if averages_gradient_squares and "step" in state and "exp_avg_sq" not in state:
         raise RuntimeError(
             "the optimizer's state has no exp_avg_sq: until now it did not average squared gradients, which Adam, graft and "
             "graft_cap need"
@@ -105,7 +105,7 @@ def add_parameter(batch: Batch, p: Tensor, optimizer: CurvatureOptimizer) -> Non
         if curvature is not None:
             if curvature.shape != p.shape:
                 raise RuntimeError(f"hess_diag has shape {tuple(curvature.shape)}, its parameter {tuple(p.shape)}")
-            batch.curvatures.append(optimizer.prepare(curvature))
+            batch.curvatures.append(optimizer.prepare(curvature, p))
 
 
 def state_tensor(state: dict[str, Any], name: str, p: Tensor) -> Tensor:

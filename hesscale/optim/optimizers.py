@@ -14,8 +14,8 @@ from ..engine.backward import own_pass
 from .base import CurvatureOptimizer
 from .batches import Batch
 from .bounds import NEUTRAL, SAFE_DAMPING, SAFE_GRAFT_CAP
-from .options import check_range
-from .scalars import materialize
+from .options import check_count, check_range
+from .scalars import counter_dtype, materialize
 from .update import Quotient
 
 if TYPE_CHECKING:
@@ -75,9 +75,74 @@ class AdaHesScale(BoundedOptimizer):
 
 
 class AdaHesScaleGN(BoundedOptimizer):
-    """:class:`AdaHesScale` with the Gauss-Newton diagonal, which leaves out the model's second derivatives."""
+    """:class:`AdaHesScale` with the Gauss-Newton diagonal, which leaves out the model's second derivatives.
+
+    Args:
+        calibrate_every: k; at every k-th step a Monte-Carlo estimate of the exact Gauss-Newton diagonal measures how much of it
+            HesScaleGN leaves out. The diagonal of each parameter tensor is then multiplied by one number, so that its sum is
+            right on average. It costs two more backward passes at these steps. None for no calibration.
+        generator: where the draws come from; None for torch's default generator.
+        args, options: as in :class:`AdaHesScale`.
+    """
 
     method = "hesscale_gn"
+
+    def __init__(
+        self,
+        params: Any,
+        *args: Any,
+        calibrate_every: int | None = None,
+        generator: torch.Generator | None = None,
+        **options: Any,
+    ) -> None:
+        if calibrate_every is not None:
+            check_count("calibrate_every", calibrate_every, minimum=1)
+        self.calibrate_every, self.generator = calibrate_every, generator
+        super().__init__(params, *args, **options)
+        if self.period % self.curvature_every:
+            raise ValueError(f"{calibrate_every=} must be a multiple of curvature_every={self.curvature_every}")
+
+    @property
+    def period(self) -> int:
+        return self.calibrate_every or self.curvature_every
+
+    def phase_at(self, step: int) -> tuple[bool, ...]:
+        return (*super().phase_at(step), self.calibrate_every is not None and step % self.calibrate_every == 0)
+
+    def fill_curvature(self, loss: Tensor, *, retain_graph: bool = False, scale: Tensor | None = None, **options: Any) -> None:
+        if self.phase_at(self.param_groups[0]["step_count"])[1]:
+            check_loss(loss)
+            self.calibrate(loss, **options)
+        super().fill_curvature(loss, retain_graph=retain_graph, scale=scale, **options)
+
+    def calibrate(self, loss: Tensor, **options: Any) -> None:
+        """Average the sums of both diagonals. Bias corrections would cancel in their ratio."""
+        params = self.parameters_of(loss)
+        recursive = self.diagonals(loss, params, **options)
+        outputs, generator = options.get("outputs"), self.generator
+        drawn = estimators.estimate("ggn_mc", loss, params, outputs=outputs, generator=generator, retain_graph=True)
+        with torch.no_grad():
+            for p, found, target in zip(params, recursive, drawn, strict=True):
+                if found is not None and target is not None:
+                    sums = self.calibration_sums(p)
+                    sums.lerp_(torch.stack([target.sum(), found.sum()]).to(sums.dtype), 1 - CALIBRATION_DECAY)
+
+    def calibration_sums(self, p: Tensor) -> Tensor:
+        """The averaged sums of a parameter's diagonal: the Monte-Carlo estimate's, and HesScaleGN's."""
+        state = self.state[p]
+        if "calibration_sums" not in state:
+            state["calibration_sums"] = torch.zeros(2, dtype=counter_dtype(p), device=p.device)
+        found: Tensor = state["calibration_sums"]
+        return found
+
+    def prepare(self, curvature: Tensor, p: Tensor) -> Tensor:
+        if self.calibrate_every is None:
+            return curvature
+        target, found = self.calibration_sums(p).to(curvature.dtype).unbind()
+        return curvature * torch.where(found > 0, target / found, 1.0)
+
+
+CALIBRATION_DECAY = 0.9  # of the sums that a calibration averages, from one calibration to the next
 
 
 class BL89(CurvatureOptimizer):
@@ -145,7 +210,7 @@ class AdaHessian(Sampled):
         self.spatial_average = spatial_average
         super().__init__(params, *args, **options)
 
-    def prepare(self, curvature: Tensor) -> Tensor:
+    def prepare(self, curvature: Tensor, p: Tensor) -> Tensor:
         if not self.spatial_average or curvature.dim() < 3:
             return curvature
         window = tuple(range(2, curvature.dim()))
@@ -211,7 +276,7 @@ class SophiaG(GGNMC):
         options = {"decoupled_weight_decay": True, "curvature_every": curvature_every, **options}
         super().__init__(params, lr, betas, eps, weight_decay, **options)
 
-    def prepare(self, curvature: Tensor) -> Tensor:
+    def prepare(self, curvature: Tensor, p: Tensor) -> Tensor:
         """√S, so that the average of squares is one of S. The estimate is a sum of squares, never negative."""
         return curvature.sqrt()
 

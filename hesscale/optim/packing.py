@@ -53,7 +53,9 @@ class Packing:
             return None
         if curvatures and [curvature.shape for curvature in curvatures] != pack.shapes:
             return None
-        return pack.filled_batch(group, gradients, [optimizer.prepare(curvature) for curvature in curvatures])
+        if curvatures:
+            curvatures = [optimizer.prepare(curvature, p) for curvature, p in zip(curvatures, pack.params, strict=True)]
+        return pack.filled_batch(group, gradients, curvatures)
 
     def pack(self, optimizer: CurvatureOptimizer, batches: list[Batch]) -> None:
         """From the next step on, keep the averages of each batch that is a whole group of small parameters in one tensor."""
