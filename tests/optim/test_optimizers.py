@@ -129,7 +129,7 @@ def test_adahessian_averages_over_a_kernels_window():
     p = torch.randn(4, 3, 2, 2)
     averaged = AdaHessian([nn.Parameter(p)], spatial_average=True).prepare(p, p)
     torch.testing.assert_close(averaged, p.abs().mean((2, 3), keepdim=True).expand(4, 3, 2, 2))
-    assert AdaHessian([nn.Parameter(p)]).prepare(p) is p
+    assert AdaHessian([nn.Parameter(p)]).prepare(p, p) is p
 
 
 @pytest.mark.parametrize("optimizer", [AdaHessian, GGNMC])
