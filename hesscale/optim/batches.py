@@ -43,9 +43,9 @@ class Batch:
         """One tensor per parameter, in the form of this batch's other lists."""
         return tensors if self.pack is None else [_flatten_dense_tensors(tensors)]
 
-    def split(self, tensors: list[Tensor]) -> list[Tensor]:
-        """One tensor per parameter: for a pack, views of its flat tensor."""
-        return tensors if self.pack is None else self.pack.split(tensors[0])
+    def sizes(self) -> list[Any]:
+        """How many entries each parameter has, at least 1; for a pack, one tensor with all of these numbers."""
+        return [max(1, p.numel()) for p in self.params] if self.pack is None else [self.pack.sizes.clamp_min(1)]
 
 
 def collect(optimizer: CurvatureOptimizer, packing: Packing) -> list[Batch]:

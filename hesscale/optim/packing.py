@@ -114,6 +114,7 @@ class Pack:
                     self.places.append((own, name))
                     self.views.append(view)
         self.identity = self.identity_of(batch.params, state)
+        self.sizes = torch.tensor([p.numel() for p in batch.params])
         self.update = torch.empty_like(self.batch.momenta[0])  # U of the step under way
         self.update_views = self.split(self.update)
 
