@@ -91,7 +91,7 @@ def tasks(settings: Settings) -> list[Task]:
 def work(settings: Settings) -> str:
     asked = tasks(settings)
     problems = len({task.problem for task in asked})
-    return f"{len(asked)} networks of {problems} tasks, {sum(task.steps for task in asked):,} steps in all"
+    return f"{len(asked)} networks of {problems} task{'s' * (problems > 1)}, {sum(task.steps for task in asked):,} steps in all"
 
 
 def is_timed(task: Task) -> bool:
