@@ -300,7 +300,7 @@ def scores(optimizer, values, **changed):
 
 def test_ahead_and_behind_is_by_two_standard_errors():
     results = []
-    for name, values in {"digits-tanh": (0.9, 0.92), "digits-relu": (0.5, 0.9), "digits-vit": (0.1, 0.1)}.items():
+    for name, values in {"digits-tanh": (0.9, 0.92), "digits-relu": (0.7, 1.0), "digits-vit": (0.1, 0.1)}.items():
         results += [*scores("adam", (0.8, 0.82), task=name), *scores("adahesscale", values, task=name)]
     (adam, other), _, _ = tables(results)
     assert (other["ahead of Adam"], other["behind Adam"], other["tasks compared"]) == ("1: digits-tanh", "1: digits-vit", "3")
