@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..errors import UnsupportedOperator
 from ..rules import BL89, COMPLEX, REFUSED, RULES, Rule, brute_force, custom_functions
-from ..rules.registry import RuleFunction, Shares, summary_of
+from ..rules.registry import Final, RuleFunction, Shares, summary_of
 from .nodes import LEAF, Edge, Node, metadata, per_edge
 
 
@@ -48,7 +48,7 @@ def step_of(node: Node, special: dict[str, Rule], fallback: str, used: Collectio
     if reason is None:
         assert rule is not None
         return Step(node, rule, edges, repeated)
-    if fallback == "exact" and known_refusal(node, name) is None:
+    if fallback == "exact" and known_refusal(node, name, rule) is None:
         return Step(node, brute_force.rule_for(node, reason), edges, False)
     raise UnsupportedOperator(reason)
 
@@ -57,7 +57,7 @@ def refusal(node: Node, name: str, rule: Rule | None, repeated: bool, used: Coll
     """Why this node cannot be served, with the way out; None if it can."""
     if rule is None or any(meta.is_nested_tensor for meta in node._input_metadata):
         shown = name.rpartition("::")[2]
-        if known := known_refusal(node, name):
+        if known := known_refusal(node, name, None):
             return f"no curvature rule for {shown}: {known}."
         return f"no curvature rule for {shown}{origin(node, name)}. {WAY_OUT}"
     if rule.used_outputs is not None:
@@ -72,8 +72,10 @@ def refusal(node: Node, name: str, rule: Rule | None, repeated: bool, used: Coll
     return None
 
 
-def known_refusal(node: Node, name: str) -> str | None:
-    """Why no rule will ever serve this node, if that is known."""
+def known_refusal(node: Node, name: str, rule: Rule | None) -> str | None:
+    """Why neither a rule nor brute force will ever serve this node, if that is known."""
+    if rule is not None and rule.refuse is not None and isinstance(reason := rule.refuse(node), Final):
+        return reason
     tensors = tensors_at(node)
     if any(is_foreign(meta) for meta in tensors):
         return REFUSED["NestedTensor" if any(meta.is_nested_tensor for meta in tensors) else "Complex"]
@@ -108,7 +110,11 @@ def diagonal_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def check_data(leaf: Tensor) -> None:
-    if not leaf.untyped_storage().nbytes() and leaf.numel():
+    try:
+        is_missing = not leaf.untyped_storage().nbytes() and leaf.numel()
+    except NotImplementedError as error:  # of tensors that are sparse or in a layout of their own
+        raise UnsupportedOperator(f"a parameter has the layout {leaf.layout}. {REFUSED['Sparse']}") from error
+    if is_missing:
         raise UnsupportedOperator("a parameter holds no data now, as under FSDP after the forward pass; FSDP is not supported")
 
 
@@ -181,7 +187,6 @@ def snake(name: str) -> str:
 
 VIEWS = {f"{name}Backward{i}" for i in (0, 1) for name in ("T", "Transpose", "Permute", "View", "Unsqueeze", "Squeeze", "Expand")}
 MAKERS: dict[str, str] = {
-    "MiopenRnnBackward0": "nn.RNN, nn.LSTM or nn.GRU on ROCm; torch.backends.cudnn.flags(enabled=False) turns it off",
     "ScaledDotProductFlashAttentionForCpuBackward0": "F.scaled_dot_product_attention or nn.MultiheadAttention",
     "ScaledDotProductFlashAttentionBackward0": "F.scaled_dot_product_attention or nn.MultiheadAttention",
     "ScaledDotProductEfficientAttentionBackward0": "F.scaled_dot_product_attention or nn.MultiheadAttention",

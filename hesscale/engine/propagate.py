@@ -10,13 +10,16 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedOperator
+from ..rules import brute_force
 from ..rules.registry import RuleFunction, Shares
 from .arguments import output_edges
 from .checkpointing import saved_tensors_stay
 from .dispatch import check_data, diagonal_dtype
+from .freed import check_not_freed
 from .head_values import exact_diagonals
 from .nodes import Node, edge_of
 from .schedule import Graph, Instruction, TensorKey, relabel_head, schedule_for, walk
+from .sharding import check_unsharded
 
 Result = TypeVar("Result")
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
@@ -38,6 +41,7 @@ class Propagation:
         fills_leaves: bool = False,
     ) -> None:
         graph = walk(edge_of(loss)[0], method)
+        check_unsharded([graph.nodes[index] for index in graph.leaves.values()])
         if fills_leaves and requested is not None and is_every_leaf(requested, graph.leaves):
             requested = None
         ends = output_edges(outputs, loss, graph.nodes)
@@ -48,6 +52,7 @@ class Propagation:
             None if requested is None else frozenset(self.requested),
             (method, head, fallback, curvature_dtype),
         )
+        check_not_freed(graph.nodes, self.schedule.saved_attributes)
         self.kept = self.schedule.requested
         self.nodes = graph.nodes
         self.loss = loss
@@ -66,6 +71,10 @@ class Propagation:
     def run(self, run_backward: Callable[[], Result]) -> Result:
         """Carry curvature through a backward pass."""
         instructions = self.schedule.instructions(self.compute_head())
+        if self.schedule.uses_brute_force:
+            for instruction in instructions:
+                if instruction.function is brute_force.RULE.function and instruction.keeps_gradient:
+                    brute_force.check_second_derivatives(self.nodes[instruction.node_index])
         is_autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
         handles = []
         try:

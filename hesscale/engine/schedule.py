@@ -13,12 +13,15 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from ..rules import BL89, COMPLEX, RULES, brute_force
+from ..errors import UnsupportedOperator
+from ..rules import BL89, COMPLEX, REFUSED, RULES, brute_force
 from ..rules.registry import RuleFunction
 from .arguments import check_choices
 from .cache import BoundedCache
 from .dispatch import Step, custom_rule, diagonal_dtype, is_constant_product, steps_of
+from .freed import saved_attributes
 from .head_structure import Head, find_head
 from .nodes import LEAF, Node, leading_to, metadata, topological
 
@@ -41,6 +44,14 @@ leaf_metadata = attrgetter("shape", "dtype", "device")
 tensor_metadata = attrgetter("is_nested_tensor", "dtype", "device")
 
 
+def leaf_facts(leaf: Tensor) -> tuple[Any, ...]:
+    """Shape, dtype and device of a leaf."""
+    try:
+        return leaf_metadata(leaf)
+    except RuntimeError as error:  # a nested tensor has no shape
+        raise UnsupportedOperator(f"a leaf is a nested tensor: {REFUSED['NestedTensor']}.") from error
+
+
 def walk(root: Node, method: str) -> Graph:
     """Walk the graph below a node. This runs at every step, so it collects the signature in one flat list."""
     special = BL89 if method == "bl89" else RULES
@@ -52,7 +63,7 @@ def walk(root: Node, method: str) -> Graph:
         if name == LEAF:
             leaf = node.variable
             leaves[id(leaf)] = index_of[node]
-            note(leaf_metadata(leaf))
+            note(leaf_facts(leaf))
             note(bool(leaf._post_accumulate_grad_hooks))
             continue
         rule = special.get(name) or RULES.get(name) or custom_rule(node)
@@ -110,8 +121,10 @@ class Schedule:
         self.requested = requested
         self.gauss_newton = gauss_newton
         self.rules = {step.node: step.rule for step in self.steps}
+        self.uses_brute_force = any(rule is brute_force.RULE for rule in self.rules.values())
         self.leaves = [step.node for step in self.steps if step.rule is None]
         self.hooked_leaves = {i for i in self.leaves if graph.nodes[i].variable._post_accumulate_grad_hooks}
+        self.saved_attributes = saved_attributes(steps, [step.node for step in self.steps])
         self.num_outputs = {step.node: len(graph.nodes[step.node]._input_metadata) for step in self.steps}
         keys = {key for step in self.steps for key in step.edges if key[0] in self.num_outputs or key in requested}
         self.targets = {key: make_target(key, metadata((graph.nodes[key[0]], key[1]))) for key in keys}
@@ -181,7 +194,7 @@ def schedule_for(
     if known is not None:
         return known
     schedule = make_schedule(graph, ends, requested, options)
-    if any(rule is brute_force.RULE for rule in schedule.rules.values()):
+    if schedule.uses_brute_force:
         return schedule  # it is made anew at every step, since that is what warns of brute force
     return _schedules.setdefault(key, schedule)
 

@@ -118,7 +118,7 @@ class CurvatureOptimizer(DerivativeOptimizer):
         self.curvature_every = curvature_every
         self.curvature_dtype = curvature_dtype
         self.counters: dict[str, Tensor] = {}
-        self.has_warned_of_length = False
+        self._has_warned_of_length = False
         self.eta: list[Tensor | None] = []
         self.curvature_is_unscaled = False
         self.nonfinite_check = NonFiniteCheck(on_nonfinite, self.counters)
@@ -211,25 +211,29 @@ class CurvatureOptimizer(DerivativeOptimizer):
         for batch in batches:
             regularize(batch, mask)
             update_averages(batch, mask)
-        quotients = [update_quotient(batch) for batch in batches]
+        quotients = [self.quotient(batch) for batch in batches]
         self.eta, etas = algorithm_3.step_scales(batches, quotients, self.trust_region, self.counters, mask)
         self.warn_if_long(batches, quotients, etas)
         for batch, quotient, eta in zip(batches, quotients, etas, strict=True):
             apply_update(batch, quotient, eta, mask)
         return True
 
+    def quotient(self, batch: Batch) -> Quotient:
+        """U of a batch, from averages that hold this step. Subclasses may override it."""
+        return update_quotient(batch)
+
     def warn_if_long(self, batches: list[Batch], quotients: list[Quotient], etas: list[Tensor | None]) -> None:
         """Warn once if an entry of one of the first steps is far longer than the step size."""
         is_early = self.uses_curvature and self.param_groups[0]["step_count"] < WATCHED_STEPS
-        if not is_early or self.has_warned_of_length or torch.compiler.is_compiling() or is_capturing():
+        if not is_early or self._has_warned_of_length or torch.compiler.is_compiling() or is_capturing():
             return
         longest = max([longest_entry(*parts) for parts in zip(batches, quotients, etas, strict=True)])
         if longest > LONG_ENTRY:
-            self.has_warned_of_length = True
+            self._has_warned_of_length = True
             warnings.warn(
-                f"{type(self).__name__}: a step changes a weight by more than {LONG_ENTRY} times the step size, since its curvature "
-                f"is nearly zero. Bound the steps with damping={SAFE_DAMPING} and graft_cap={SAFE_GRAFT_CAP}, or average the "
-                "first Hessian diagonals before any weight moves with curvature_warmup=10",
+                f"{type(self).__name__}: a step changes a weight by more than {LONG_ENTRY} times the step size, since its "
+                f"curvature is nearly zero. Bound the steps with damping={SAFE_DAMPING} and graft_cap={SAFE_GRAFT_CAP}, or "
+                "average the first Hessian diagonals before any weight moves with curvature_warmup=10",
                 CurvatureWarning,
                 stacklevel=5,  # the line that called step
             )

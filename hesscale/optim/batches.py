@@ -43,9 +43,9 @@ class Batch:
         """One tensor per parameter, in the form of this batch's other lists."""
         return tensors if self.pack is None else [_flatten_dense_tensors(tensors)]
 
-    def split(self, tensors: list[Tensor]) -> list[Tensor]:
-        """One tensor per parameter: for a pack, views of its flat tensor."""
-        return tensors if self.pack is None else self.pack.split(tensors[0])
+    def sizes(self) -> list[Any]:
+        """How many entries each parameter has, at least 1; for a pack, one tensor with all of these numbers."""
+        return [max(1, p.numel()) for p in self.params] if self.pack is None else [self.pack.sizes.clamp_min(1)]
 
 
 def collect(optimizer: CurvatureOptimizer, packing: Packing) -> list[Batch]:
@@ -87,7 +87,7 @@ def add_parameter(batch: Batch, p: Tensor, optimizer: CurvatureOptimizer) -> Non
     """Add a parameter, its derivatives and its state to a batch."""
     state = optimizer.state[p]
     averages_gradient_squares = optimizer.squares_gradient or needs_adam(batch.group)
-    if averages_gradient_squares and state and "exp_avg_sq" not in state:
+    if averages_gradient_squares and "step" in state and "exp_avg_sq" not in state:
         raise RuntimeError(
             "the optimizer's state has no exp_avg_sq: until now it did not average squared gradients, which Adam, graft and "
             "graft_cap need"
@@ -105,7 +105,7 @@ def add_parameter(batch: Batch, p: Tensor, optimizer: CurvatureOptimizer) -> Non
         if curvature is not None:
             if curvature.shape != p.shape:
                 raise RuntimeError(f"hess_diag has shape {tuple(curvature.shape)}, its parameter {tuple(p.shape)}")
-            batch.curvatures.append(optimizer.prepare(curvature))
+            batch.curvatures.append(optimizer.prepare(curvature, p))
 
 
 def state_tensor(state: dict[str, Any], name: str, p: Tensor) -> Tensor:

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from .batches import Batch
 
 NEUTRAL: dict[str, Any] = {"damping": 0.0, "update_clip": None, "graft": False, "graft_cap": None}  # no bounds, as in the paper
-LONG_ENTRY = 100  # times the step size; a longer entry among the first WATCHED_STEPS steps draws a warning
-WATCHED_STEPS = 10
 SAFE_DAMPING, SAFE_GRAFT_CAP = 0.03, 3.0  # the defaults of AdaHesScale and AdaHesScaleGN
+LONG_ENTRY = 100  # times the step size; a longer entry in one of the first WATCHED_STEPS steps draws a warning
+WATCHED_STEPS = 10
 
 
 def needs_adam(group: dict[str, Any]) -> bool:
@@ -34,48 +34,50 @@ def needs_adam(group: dict[str, Any]) -> bool:
 def damp(batch: Batch, denominators: list[Tensor]) -> None:
     """D ← D + δ mean(D), for D = √V before ε is added."""
     damping = batch.group["damping"]
-    if not is_nonzero(damping):
-        return
-    parts = batch.split(denominators)
-    sums = norms(parts, 1)
-    torch._foreach_mul_(sums, [damping / max(1, part.numel()) for part in parts])
-    torch._foreach_add_(parts, materialize([total.to(part.dtype) for total, part in zip(sums, parts, strict=True)]))
+    if is_nonzero(damping):
+        means = [norm * damping / count for norm, count in zip(norms(batch, denominators, 1), batch.sizes(), strict=True)]
+        torch._foreach_add_(denominators, for_entries(batch, means))
 
 
 def clip_entries(batch: Batch, denominators: list[Tensor], ratios: list[Any]) -> None:
     """D ← max(D, |M̂|/γ). The update without its step size is ratio · M ⊘ D."""
     limit = batch.group["update_clip"]
-    if limit is None:
-        return
-    least = list(torch._foreach_abs(batch.momenta))
-    torch._foreach_mul_(least, materialize([ratio / limit for ratio in ratios]))
-    torch._foreach_maximum_(denominators, least)
+    if limit is not None:
+        least = list(torch._foreach_abs(batch.momenta))
+        torch._foreach_mul_(least, materialize([ratio / limit for ratio in ratios]))
+        torch._foreach_maximum_(denominators, least)
 
 
-def match_adam(batch: Batch, denominators: list[Tensor], ratios: list[Any], adam: list[Tensor], adam_ratios: list[Any]) -> None:
+def match_adam(batch: Batch, denominators: list[Tensor], adam: list[Tensor], adam_ratios: list[Any]) -> None:
     """Give each tensor's update the length of Adam's, or with ``graft_cap=c`` at most c times that length.
 
-    The updates without their step size are ratio · M ⊘ D, and for Adam adam_ratio · M ⊘ ``adam``.
+    The updates are M ⊘ D and M ⊘ ``adam``, and Adam's is adam_ratio times as long beside the other as that says.
     """
-    lengths = update_lengths(batch, denominators, ratios)
-    longest = update_lengths(batch, adam, adam_ratios)
-    cap = 1 if batch.group["graft"] else batch.group["graft_cap"]
-    pairs = zip(lengths, longest, strict=True)
-    scales = [torch.where(length > 0, length / (cap * target), 1.0) for length, target in pairs]
-    if not batch.group["graft"]:
-        torch._foreach_clamp_min_(scales, 1.0)
-    parts = batch.split(denominators)
-    torch._foreach_mul_(parts, materialize([scale.to(part.dtype) for scale, part in zip(scales, parts, strict=True)]))
+    graft, cap = batch.group["graft"], batch.group["graft_cap"]
+    lengths = norms(batch, list(torch._foreach_div(batch.momenta, denominators)), 2)
+    targets = norms(batch, list(torch._foreach_div(batch.momenta, adam)), 2)
+    torch._foreach_mul_(targets, materialize([ratio * (1 if graft else cap) for ratio in adam_ratios]))
+    excess = list(torch._foreach_div(lengths, targets))
+    if graft:
+        excess = [torch.where(length > 0, ratio, 1.0) for ratio, length in zip(excess, lengths, strict=True)]
+    else:
+        excess = [torch.where(ratio > 1, ratio, 1.0) for ratio in excess]  # 0/0 is not greater than 1
+    torch._foreach_mul_(denominators, for_entries(batch, excess))
 
 
-def update_lengths(batch: Batch, denominators: list[Tensor], ratios: list[Any]) -> list[Tensor]:
-    """‖ratio · M ⊘ D‖ of each parameter."""
-    lengths = norms(batch.split(list(torch._foreach_div(batch.momenta, denominators))), 2)
-    torch._foreach_mul_(lengths, materialize(ratios if batch.pack is None else ratios * len(lengths)))
-    return lengths
-
-
-def norms(tensors: list[Tensor], order: int) -> list[Tensor]:
-    """The norm of each tensor, at least in single precision."""
+def norms(batch: Batch, tensors: list[Tensor], order: int) -> list[Tensor]:
+    """The norm of each parameter's part, at least in single precision; for a pack, one tensor with the norms of all its parts."""
+    if batch.pack is not None:
+        powers = tensors[0] if order == 1 else tensors[0].square()  # a denominator is not negative
+        sums = torch.segment_reduce(powers, "sum", lengths=batch.pack.sizes)
+        return [sums if order == 1 else sums.sqrt_()]
     dtype = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
     return list(torch._foreach_norm(tensors, order, dtype=dtype))
+
+
+def for_entries(batch: Batch, numbers: list[Tensor]) -> list[Tensor]:
+    """Numbers of the parameters in a form that combines with their entries."""
+    if batch.pack is not None:
+        return [numbers[0].repeat_interleave(batch.pack.sizes, output_size=batch.pack.update.numel())]
+    dtype = batch.momenta[0].dtype
+    return materialize([number.to(dtype) for number in numbers])

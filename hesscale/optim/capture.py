@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..engine.backward import is_own_pass, own_pass
 from ..engine.nodes import edge_of, topological
+from ..engine.sharding import check_unsharded
 from . import CurvatureOptimizer
 
 _lock = threading.Lock()
@@ -127,7 +128,9 @@ def due_optimizers(loss: Tensor, captures: list[Capture]) -> list[tuple[Curvatur
         for optimizer in block.optimizers:
             if not optimizer.is_curvature_due:
                 continue
-            reached = reached or set(topological(edge_of(loss)[0]))
+            if not reached:
+                reached = set(topological(edge_of(loss)[0]))
+                check_unsharded(reached)
             if any(edge_of(p)[0] in reached for p in optimizer.parameters()):
                 scaler = block.scaler
                 scale = {} if scaler is None else {"scale": scaler.scale(torch.ones((), device=loss.device))}

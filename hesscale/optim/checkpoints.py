@@ -26,7 +26,7 @@ def upgrade_pickle(optimizer: CurvatureOptimizer) -> None:
     """Give an optimizer that an earlier version pickled the attributes and options of this version."""
     if "watch" in optimizer.__dict__:
         optimizer.nonfinite_check = optimizer.__dict__.pop("watch")
-    optimizer.__dict__.setdefault("has_warned_of_length", False)
+    optimizer.__dict__.setdefault("_has_warned_of_length", False)
     if not LATER_OPTIONS.keys() <= optimizer.defaults.keys():
         for options in (optimizer.defaults, *optimizer.param_groups):
             options.update({**LATER_OPTIONS, **options})

@@ -12,7 +12,11 @@ from .. import estimators
 from ..engine.arguments import check_loss
 from ..engine.backward import own_pass
 from .base import CurvatureOptimizer
+from .batches import Batch
 from .bounds import NEUTRAL, SAFE_DAMPING, SAFE_GRAFT_CAP
+from .options import check_count, check_range
+from .scalars import counter_dtype, materialize
+from .update import Quotient
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -71,9 +75,74 @@ class AdaHesScale(BoundedOptimizer):
 
 
 class AdaHesScaleGN(BoundedOptimizer):
-    """:class:`AdaHesScale` with the Gauss-Newton diagonal, which leaves out the model's second derivatives."""
+    """:class:`AdaHesScale` with the Gauss-Newton diagonal, which leaves out the model's second derivatives.
+
+    Args:
+        calibrate_every: k; at every k-th step a Monte-Carlo estimate of the exact Gauss-Newton diagonal measures how much of it
+            HesScaleGN leaves out. The diagonal of each parameter tensor is then multiplied by one number, so that its sum is
+            right on average. It costs two more backward passes at these steps. None for no calibration.
+        generator: where the draws come from; None for torch's default generator.
+        args, options: as in :class:`AdaHesScale`.
+    """
 
     method = "hesscale_gn"
+
+    def __init__(
+        self,
+        params: Any,
+        *args: Any,
+        calibrate_every: int | None = None,
+        generator: torch.Generator | None = None,
+        **options: Any,
+    ) -> None:
+        if calibrate_every is not None:
+            check_count("calibrate_every", calibrate_every, minimum=1)
+        self.calibrate_every, self.generator = calibrate_every, generator
+        super().__init__(params, *args, **options)
+        if self.period % self.curvature_every:
+            raise ValueError(f"{calibrate_every=} must be a multiple of curvature_every={self.curvature_every}")
+
+    @property
+    def period(self) -> int:
+        return self.calibrate_every or self.curvature_every
+
+    def phase_at(self, step: int) -> tuple[bool, ...]:
+        return (*super().phase_at(step), self.calibrate_every is not None and step % self.calibrate_every == 0)
+
+    def fill_curvature(self, loss: Tensor, *, retain_graph: bool = False, scale: Tensor | None = None, **options: Any) -> None:
+        if self.phase_at(self.param_groups[0]["step_count"])[1]:
+            check_loss(loss)
+            self.calibrate(loss, **options)
+        super().fill_curvature(loss, retain_graph=retain_graph, scale=scale, **options)
+
+    def calibrate(self, loss: Tensor, **options: Any) -> None:
+        """Average the sums of both diagonals. Bias corrections would cancel in their ratio."""
+        params = self.parameters_of(loss)
+        recursive = self.diagonals(loss, params, **options)
+        outputs, generator = options.get("outputs"), self.generator
+        drawn = estimators.estimate("ggn_mc", loss, params, outputs=outputs, generator=generator, retain_graph=True)
+        with torch.no_grad():
+            for p, found, target in zip(params, recursive, drawn, strict=True):
+                if found is not None and target is not None:
+                    sums = self.calibration_sums(p)
+                    sums.lerp_(torch.stack([target.sum(), found.sum()]).to(sums.dtype), 1 - CALIBRATION_DECAY)
+
+    def calibration_sums(self, p: Tensor) -> Tensor:
+        """The averaged sums of a parameter's diagonal: the Monte-Carlo estimate's, and HesScaleGN's."""
+        state = self.state[p]
+        if "calibration_sums" not in state:
+            state["calibration_sums"] = torch.zeros(2, dtype=counter_dtype(p), device=p.device)
+        found: Tensor = state["calibration_sums"]
+        return found
+
+    def prepare(self, curvature: Tensor, p: Tensor) -> Tensor:
+        if self.calibrate_every is None:
+            return curvature
+        target, found = self.calibration_sums(p).to(curvature.dtype).unbind()
+        return curvature * torch.where(found > 0, target / found, 1.0)
+
+
+CALIBRATION_DECAY = 0.9  # of the sums that a calibration averages, from one calibration to the next
 
 
 class BL89(CurvatureOptimizer):
@@ -141,7 +210,7 @@ class AdaHessian(Sampled):
         self.spatial_average = spatial_average
         super().__init__(params, *args, **options)
 
-    def prepare(self, curvature: Tensor) -> Tensor:
+    def prepare(self, curvature: Tensor, p: Tensor) -> Tensor:
         if not self.spatial_average or curvature.dim() < 3:
             return curvature
         window = tuple(range(2, curvature.dim()))
@@ -165,3 +234,58 @@ class GGNMC(Sampled):
     @property
     def estimator(self) -> str:
         return "ggn_mc_per_sample" if self.per_sample else self.method
+
+
+class SophiaG(GGNMC):
+    """Sophia-G (Liu, Li, Hall, Liang and Ma 2024), a baseline: W ← W − α clip(M ⊘ max(ρH, ε), ±1).
+
+    H averages the Gauss-Newton-Bartlett estimate of the diagonal, drawn at every tenth step. M and H have no bias correction.
+    ``weight_decay`` is decoupled.
+
+    Args:
+        rho: ρ, which decides how many entries are clipped.
+        options: ``num_samples``, ``generator``, ``curvature_dtype``, ``on_nonfinite``, ``maximize`` and ``foreach`` of
+            :class:`CurvatureOptimizer`.
+
+    Example:
+        >>> import torch, hesscale
+        >>> model = torch.nn.Linear(3, 2)
+        >>> optimizer = hesscale.optim.SophiaG(model.parameters(), lr=1e-3)
+        >>> loss = torch.nn.functional.cross_entropy(model(torch.ones(4, 3)), torch.tensor([0, 1, 1, 0]))
+        >>> optimizer.backward(loss)
+        >>> optimizer.step()
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.96, 0.99),
+        eps: float = 1e-12,
+        weight_decay: float = 0.0,
+        *,
+        rho: float = 0.05,
+        curvature_every: int = 10,
+        **options: Any,
+    ) -> None:
+        if unknown := options.keys() - SOPHIA_OPTIONS:
+            raise TypeError(f"SophiaG takes no option {', '.join(sorted(unknown))}")
+        check_range("rho", rho, rho > 0)
+        check_range("eps", eps, eps > 0)
+        self.rho = rho
+        options = {"decoupled_weight_decay": True, "curvature_every": curvature_every, **options}
+        super().__init__(params, lr, betas, eps, weight_decay, **options)
+
+    def prepare(self, curvature: Tensor, p: Tensor) -> Tensor:
+        """√S, so that the average of squares is one of S. The estimate is a sum of squares, never negative."""
+        return curvature.sqrt()
+
+    def quotient(self, batch: Batch) -> Quotient:
+        """An entry is clipped at ±1 by a denominator of at least |M|."""
+        denominators = list(torch._foreach_mul(batch.curvature_squares, self.rho))
+        torch._foreach_clamp_min_(denominators, batch.group["eps"])
+        torch._foreach_maximum_(denominators, torch._foreach_abs(batch.momenta))
+        return Quotient(denominators, materialize([batch.group["lr"]] * len(denominators)))
+
+
+SOPHIA_OPTIONS = {"num_samples", "generator", "curvature_dtype", "on_nonfinite", "maximize", "foreach"}

@@ -53,7 +53,9 @@ class Packing:
             return None
         if curvatures and [curvature.shape for curvature in curvatures] != pack.shapes:
             return None
-        return pack.filled_batch(group, gradients, [optimizer.prepare(curvature) for curvature in curvatures])
+        if curvatures:
+            curvatures = [optimizer.prepare(curvature, p) for curvature, p in zip(curvatures, pack.params, strict=True)]
+        return pack.filled_batch(group, gradients, curvatures)
 
     def pack(self, optimizer: CurvatureOptimizer, batches: list[Batch]) -> None:
         """From the next step on, keep the averages of each batch that is a whole group of small parameters in one tensor."""
@@ -112,6 +114,7 @@ class Pack:
                     self.places.append((own, name))
                     self.views.append(view)
         self.identity = self.identity_of(batch.params, state)
+        self.sizes = torch.tensor([p.numel() for p in batch.params])
         self.update = torch.empty_like(self.batch.momenta[0])  # U of the step under way
         self.update_views = self.split(self.update)
 

@@ -129,8 +129,8 @@ def update_quotient(batch: Batch) -> Quotient:
     bounds.clip_entries(batch, denominators, ratios)
     if bounds.needs_adam(group):
         adam, adam_roots = denominators_of(batch, batch.gradient_squares, batch.steps, damped=False)
-        adam_ratios = [root / first for root, first in zip(adam_roots, firsts, strict=True)]
-        bounds.match_adam(batch, denominators, ratios, adam, adam_ratios)
+        adam_ratios = [adam_root / (root + (root == 0)) for adam_root, root in zip(adam_roots, roots, strict=True)]
+        bounds.match_adam(batch, denominators, adam, adam_ratios)
     factors = [group["lr"] * ratio for ratio in ratios]
     if batch.curvature_steps and is_nonzero(group["curvature_warmup"]):
         seen = step_numbers(batch.curvature_steps)

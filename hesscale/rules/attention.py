@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .bilinear import squared
 from .reductions import plus
-from .registry import BL89, Node, Share, chain, needs, rule, saved
+from .registry import BL89, Final, Node, Share, chain, needs, rule, saved
 
 MAX_ENTRIES = {"cpu": 2**20, "cuda": 2**26}  # of a block of P; a handful of such blocks are in memory at once
 NODES = (
@@ -24,7 +24,7 @@ NODES = (
     "ScaledDotProductEfficientAttentionBackward0",
     "ScaledDotProductCudnnAttentionBackward0",
 )
-CUDNN_DROPOUT = (
+CUDNN_DROPOUT = Final(
     "cuDNN's attention keeps no mask of its dropout. Run the forward pass under "
     "torch.nn.attention.sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION), or without dropout in attention"
 )

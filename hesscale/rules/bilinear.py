@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from .reductions import plus
-from .registry import Node, Share, dimension, linear, needs, saved
+from .registry import Final, Node, Share, dimension, linear, needs, saved
 
 SUMMAND = "its summand is also one of its factors, which its curvature rule does not cover; write the product and the sum apart"
-SPARSE = "a sparse factor needs a gradient, and curvature is dense; make it dense, or detach it"
+SPARSE = Final("a sparse factor needs a gradient, and curvature is dense; make it dense, or detach it")
 
 
 def is_sparse(child: Node | None, strides: Sequence[int]) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..engine.checkpointing import saved_tensors_stay
 from ..engine.nodes import Node, call, derivative, is_once_differentiable
 from ..errors import CurvatureWarning, UnsupportedOperator
 from .registry import Rule, Share
@@ -44,8 +45,6 @@ def add_second_derivatives(shares: list[Share], node: Node, g: tuple[Share, ...]
     for i, gradient in pulled.items():
         if not gradient.requires_grad:
             continue
-        if is_once_differentiable(gradient):
-            raise UnsupportedOperator(f"PyTorch cannot differentiate {node.name()} twice, so fallback='exact' cannot either")
         second = torch.zeros(gradient.numel(), dtype=gradient.dtype, device=gradient.device)
         for j in range(len(second)):
             unit = torch.zeros_like(second)
@@ -54,6 +53,23 @@ def add_second_derivatives(shares: list[Share], node: Node, g: tuple[Share, ...]
             if column is not None:
                 second[j] = column.reshape(-1)[j]
         add(shares, i, second.reshape(gradient.shape))
+
+
+def check_second_derivatives(node: Node) -> None:
+    """Raise unless PyTorch can differentiate a node twice: asked before the backward pass starts and changes something."""
+    try:
+        with torch.enable_grad(), saved_tensors_stay:
+            is_custom = hasattr(node, "_forward_cls")
+            pulled = pull_distinct(node, [zeros.requires_grad_(is_custom) for zeros in zero_cotangents(node)])
+            for i, gradient in pulled.items():
+                if is_once_differentiable(gradient) or (is_custom and not gradient.requires_grad):
+                    raise RuntimeError("its backward leaves no graph")
+                if gradient.requires_grad:
+                    derivative(gradient, node.next_functions[i], torch.zeros_like(gradient), node)
+    except RuntimeError as error:
+        raise UnsupportedOperator(
+            f"PyTorch cannot differentiate {node.name()} twice, so fallback='exact' cannot either: {error}"
+        ) from error
 
 
 def pull_distinct(node: Node, cotangents: Sequence[Share]) -> dict[int, Tensor]:

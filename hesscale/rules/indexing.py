@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .registry import Node, Share, dimension, linear, needs, saved, signed, zero_one
+from .registry import Final, Node, Share, dimension, linear, needs, saved, signed, zero_one
 
 aten = torch.ops.aten
 
@@ -22,11 +22,12 @@ zero_one(
     "TopkBackward0",
     summary="the chosen entries: their shares go back where they came from",
 )
+SPARSE_GRADIENT = Final("sparse_grad=True has no curvature rule. Gather without it")
 zero_one("IndexSelectBackward0", fan_out=True, summary="the picked entries: their shares go back where they came from")
 zero_one(
     "GatherBackward0",
     fan_out=True,
-    refuse=lambda node: "sparse_grad=True has no curvature rule. Gather without it" if saved(node, "sparse_grad") else None,
+    refuse=lambda node: SPARSE_GRADIENT if saved(node, "sparse_grad") else None,
     summary="the picked entries: their shares go back where they came from",
 )
 zero_one("IndexFillBackward0", "ScatterBackward1", summary="the entries that were not overwritten")
@@ -192,9 +193,9 @@ def squared(node: Node, *curvatures: Tensor) -> list[Share]:
 
 def dense_gradients(node: Node) -> str | None:
     if saved(node, "sparse"):
-        return "sparse=True makes sparse gradients, for which there is no curvature rule. Pass sparse=False"
+        return Final("sparse=True makes sparse gradients, for which there is no curvature rule. Pass sparse=False")
     if saved(node, "scale_grad_by_freq"):
-        return "scale_grad_by_freq=True makes gradients that are not those of the loss. Pass scale_grad_by_freq=False"
+        return Final("scale_grad_by_freq=True makes gradients that are not those of the loss. Pass scale_grad_by_freq=False")
     return None
 
 

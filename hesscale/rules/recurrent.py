@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from .recurrent_cells import GruCell, LstmCell, Pair, RnnCell, activations, join
-from .registry import Node, Share, needs, rule, saved
+from .registry import Final, Node, Share, needs, rule, saved
 
 RELU, TANH, LSTM, GRU = range(4)  # the modes of cuDNN
 GATES = {RELU: 1, TANH: 1, LSTM: 4, GRU: 3}
@@ -213,7 +213,7 @@ CUDNN = "Run this layer under torch.backends.cudnn.flags(enabled=False)."
 
 
 def refuse_mkldnn(node: Node) -> str | None:
-    return None if saved(node, "mode") == LSTM else f"its curvature rule covers LSTM layers only. {MKLDNN}"
+    return None if saved(node, "mode") == LSTM else Final(f"its curvature rule covers LSTM layers only. {MKLDNN}")
 
 
 def mkldnn_layer(node: Node, g: tuple[Share, ...], s: tuple[Share, ...]) -> list[Share]:
@@ -239,7 +239,7 @@ rule("MkldnnRnnLayerBackward0", many=True, contraction=True, same=mkldnn_layer, 
 
 def refuse_cudnn(node: Node) -> str | None:
     if saved(node, "train") and saved(node, "dropout") > 0 and saved(node, "num_layers") > 1:
-        return f"cuDNN does not tell what its dropout between layers has dropped. {CUDNN}"
+        return Final(f"cuDNN does not tell what its dropout between layers has dropped. {CUDNN}")
     return None
 
 

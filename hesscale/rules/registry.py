@@ -88,13 +88,38 @@ class Rule:
 RULES: dict[str, Rule] = {}
 BL89: dict[str, Rule] = {}  # what the method "bl89" replaces
 COMPLEX: dict[str, Rule] = {}  # for nodes that take or make complex tensors; see complex_numbers
+
+
+class Final(str):
+    """A reason to refuse a node that ``fallback="exact"`` does not remove."""
+
+
+KERNEL = (
+    "this attention kernel has no curvature rule, and PyTorch cannot differentiate it twice. Call "
+    "F.scaled_dot_product_attention in its place, under torch.nn.attention.sdpa_kernel(SDPBackend.MATH) if it has to; build a "
+    "Hugging Face model with attn_implementation='eager'"
+)
 # What gets no rule, by a part of its name, and what to do instead.
 REFUSED: dict[str, str] = {
-    "CompiledFunctionBackward": "a model under torch.compile hides its operators. Pass the model before torch.compile, or run "
-    "this forward pass under torch.compiler.set_stance('force_eager')",
+    "CompiledFunctionBackward": "a model under torch.compile hides its operators. Compile the whole step with "
+    "hesscale.compile_step, pass the model before torch.compile, or run this forward pass under "
+    "torch.compiler.set_stance('force_eager')",
     "DifferentiableGraphBackward": "a function under torch.jit.script hides its operators. Call it without torch.jit.script, "
     "or start Python with PYTORCH_JIT=0",
     "CheckpointFunctionBackward": "reentrant checkpointing hides its operators. Pass use_reentrant=False to checkpoint",
+    "FlashAttention": KERNEL,
+    "FlashAttn": KERNEL,
+    "EfficientAttention": KERNEL,
+    "CudnnAttention": KERNEL,
+    "FusedAttention": KERNEL,
+    "FlexAttention": KERNEL,
+    "Varlen": KERNEL,
+    "grouped_mm_fallback": "this product of the experts cannot be differentiated twice. Call "
+    "model.set_experts_implementation('eager')",
+    "MiopenRnn": "ROCm's recurrent layers have no curvature rule. Run this layer under torch.backends.cudnn.flags(enabled=False)",
+    "LstmMps": "the LSTM of Apple's GPUs has no curvature rule. Run this layer on the CPU",
+    "Mkldnn": "tensors in oneDNN's own layout have no curvature rules. Leave out to_mkldnn, or run the forward pass under "
+    "torch.backends.mkldnn.flags(enabled=False)",
     "BackwardBackward": "the loss holds a gradient (create_graph=True), whose curvature needs third derivatives. "
     "Take such a term out of the loss, or detach it",
     "Sparse": "sparse tensors have no curvature rules. Use dense ones",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .elementwise import ONE_TO_ONE, Pair, finite, operand, scale
-from .registry import REFUSED, Node, Share, Shares, chain, elementwise, elementwise_auto, linear, needs, rule, saved
+from .registry import REFUSED, Final, Node, Share, Shares, chain, elementwise, elementwise_auto, linear, needs, rule, saved
 
 LN2, LN10 = math.log(2), math.log(10)
 
@@ -330,7 +330,7 @@ def polygamma(node: Node) -> Pair:
 
 
 def refuse_first_argument(node: Node) -> str | None:
-    return "PyTorch has no derivative for its first argument. Detach that argument" if needs(node, 0) else None
+    return Final("PyTorch has no derivative for its first argument. Detach that argument") if needs(node, 0) else None
 
 
 @elementwise("IgammaBackward0", "IgammacBackward0", refuse=refuse_first_argument)

@@ -552,6 +552,31 @@ def test_a_freed_graph(make_loss, no_hook_left):
     assert all(torch.equal(s, t) for s, t in zip(diagonals(model), before, strict=True))
 
 
+TRUNKS = {
+    "linear": (lambda: nn.Linear(6, 6), (4, 6)),
+    "convolution": (lambda: nn.Conv1d(3, 2, 2), (4, 3, 4)),
+    "embedding": (lambda: nn.Embedding(9, 6), None),
+    "LSTM": (lambda: nn.LSTM(3, 2, batch_first=True), (4, 3, 3)),
+}
+
+
+@pytest.mark.parametrize("name", TRUNKS)
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_freed_trunk_of_two_losses(name, plain, no_hook_left):
+    """PyTorch would find out on its way, after it has filled the gradients of the second head."""
+    make, shape = TRUNKS[name]
+    torch.manual_seed(0)
+    trunk, head = make(), nn.Linear(6, 2)
+    h = trunk(torch.randn(shape) if shape else torch.arange(4))
+    h = (h[0] if isinstance(h, tuple) else h).flatten(1).tanh()
+    first, second = h.square().sum(), head(h).square().sum()
+    first.backward() if plain else hesscale.backward(first)
+    with pytest.raises(RuntimeError, match=r"second time.*retain_graph=True"):
+        hesscale.backward(second)
+    assert all(p.grad is None and getattr(p, "hess_diag", None) is None for p in head.parameters())
+    hesscale.backward(second, inputs=list(head.parameters()))  # which does not need the trunk
+
+
 def test_outputs_outside_the_graph():
     x = torch.randn(3, requires_grad=True)
     with pytest.raises(ValueError, match="not in the graph"):
@@ -817,6 +842,14 @@ def test_sparse_tensors_are_refused(name, fallback):
     assert "sparse" in refuses(SPARSE[name](x), "Backward", [x], fallback).lower()
 
 
+@pytest.mark.parametrize("fallback", ["error", "exact"])
+@pytest.mark.parametrize("make", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_sparse_parameters_are_refused(make, fallback):
+    x, other = make(torch.eye(3)).requires_grad_(), torch.randn(3, 3, requires_grad=True)
+    assert "sparse" in refuses((x @ other).square().sum() + other.sum(), "dense", [x, other], fallback)
+
+
 @pytest.mark.parametrize("product", [torch.matmul, torch.sparse.mm])
 def test_a_constant_sparse_factor_is_right_or_refused(product):
     """A graph network's product with its adjacency matrix is an ordinary matrix product to autograd."""
@@ -862,12 +895,103 @@ def test_nested_tensors_are_refused(fallback):
         assert "nested" in refuses(loss, "Backward", [a, b], fallback)
 
 
+NESTED = {
+    "made of leaves": lambda a, b, **layout: (torch.nested.as_nested_tensor([a, b], **layout), [a, b]),
+    "a leaf itself": lambda a, b, **layout: [torch.nested.nested_tensor([a, b], requires_grad=True, **layout)] * 2,
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.parametrize("name", NESTED)
+def test_nested_tensors_of_either_layout_are_refused(name, layout):
+    nested, leaves = NESTED[name](torch.randn(2, 3, requires_grad=True), torch.randn(4, 3, requires_grad=True), layout=layout)
+    weight = torch.randn(2, 3, requires_grad=True)
+    loss = torch.nested.to_padded_tensor(F.linear(nested, weight), 0.0).square().sum() + weight.sum()
+    assert "padded" in refuses(loss, "nested", [weight, *([leaves] if isinstance(leaves, torch.Tensor) else leaves)])
+
+
+@pytest.mark.parametrize("fallback", ["error", "exact"])
 @pytest.mark.parametrize("option", ["scale_grad_by_freq", "sparse"])
-def test_embedding_options_without_a_meaning_for_curvature_are_refused(option):
+def test_embedding_options_without_a_meaning_for_curvature_are_refused(option, fallback):
     table, tokens = torch.randn(5, 3, requires_grad=True), torch.tensor([1, 1, 4])
-    assert option in refuses(F.embedding(tokens, table, **{option: True}).square().sum(), "EmbeddingBackward0", [table])
+    factor = torch.randn(3, requires_grad=True)
+    loss = (F.embedding(tokens, table, **{option: True}) * factor).square().sum()
+    assert option in refuses(loss, "EmbeddingBackward0", [table, factor], fallback)
     bag = F.embedding_bag(tokens[None], table, mode="sum", **{option: True})
-    assert option in refuses(bag.square().sum(), "EmbeddingBag", [table])
+    assert option in refuses((bag * factor).square().sum(), "EmbeddingBag", [table, factor], fallback)
+
+
+@pytest.mark.parametrize("fallback", ["error", "exact"])
+def test_sparse_gradients_of_gather_are_refused(fallback):
+    x, factor = torch.randn(4, 3, requires_grad=True), torch.randn(3, requires_grad=True)
+    loss = (torch.gather(x, 0, torch.ones(2, 3, dtype=torch.long), sparse_grad=True) * factor).square().sum()
+    assert "sparse_grad=True" in refuses(loss, "GatherBackward0", [x, factor], fallback)
+
+
+class FlashAttnFunc(Cube):
+    """A kernel of somebody else's by its name."""
+
+
+class Varlen_attn(Cube):
+    pass
+
+
+class GeneratedBackwardFor_transformers_grouped_mm_fallback_default(Cube):
+    pass
+
+
+KERNELS = {
+    FlashAttnFunc: ("attn_implementation='eager'", "sdpa_kernel(SDPBackend.MATH)"),
+    Varlen_attn: ("attn_implementation='eager'", "sdpa_kernel(SDPBackend.MATH)"),
+    GeneratedBackwardFor_transformers_grouped_mm_fallback_default: ("set_experts_implementation('eager')",),
+}
+
+
+@pytest.mark.parametrize("fallback", ["error", "exact"])
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.__name__)
+def test_kernels_without_a_rule_lead_to_one_with_a_rule(kernel, fallback):
+    x = torch.randn(3, requires_grad=True)
+    said = refuses(kernel.apply(x).square().sum(), kernel.__name__, [x], fallback)
+    assert all(way in said for way in KERNELS[kernel])
+    assert "fallback=" not in said  # which would not work
+
+
+@pytest.mark.parametrize("fallback", ["error", "exact"])
+def test_tensors_in_the_layout_of_onednn_lead_back_to_dense_ones(fallback):
+    x = torch.randn(2, 3, dtype=torch.float32, requires_grad=True)
+    said = refuses(x.to_mkldnn().relu().to_dense().square().sum(), "Backward", [x], fallback)
+    assert "dense" in said or "to_mkldnn" in said
+    assert "fallback=" not in said
+
+
+class Opaque(Cube):
+    """Its backward leaves no graph, as that of a kernel."""
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return 3 * x.detach() ** 2 * g.detach()
+
+
+class OnceDifferentiable(Cube):
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * g
+
+
+@pytest.mark.filterwarnings("ignore:computing the curvature")
+@pytest.mark.parametrize("function", [Opaque, OnceDifferentiable])
+def test_brute_force_needs_second_derivatives(function):
+    """It asks for them before the pass starts, and Gauss-Newton does not need them."""
+    x, weight = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
+    h = function.apply(x)
+    loss = ((weight * h).sin().square()).sum()
+    assert "twice" in refuses(loss, function.__name__, [x, weight], "exact")
+    hesscale.backward(loss, method="hesscale_gn", fallback="exact", outputs=h)
+    assert x.hess_diag is not None
 
 
 def test_graphs_of_a_double_backward_are_refused():
@@ -882,6 +1006,7 @@ def test_compiled_functions_are_refused():
     model = torch.compile(perceptron(), backend="aot_eager")
     said = refuses(loss_of(model), "CompiledFunctionBackward", list(model.parameters()))
     assert "set_stance('force_eager')" in said
+    assert "hesscale.compile_step" in said
     with torch.compiler.set_stance("force_eager"):
         hesscale.backward(loss_of(model))
 

@@ -142,3 +142,54 @@ def test_a_divisor_of_few_digits():
     x, y = torch.full((2,), 2.0, dtype=torch.float64, requires_grad=True), torch.full((2,), 1.5, dtype=torch.float32)
     (found,) = hesscale.grad(((x / y) ** 2).sum(), [x])[1]
     torch.testing.assert_close(found, torch.full_like(x, 2 / 1.5**2), rtol=1e-14, atol=0)
+
+
+def mixed_norm(norm):
+    """Normalised activations of 16 bits, with a weight and a bias of 32."""
+    return lambda a, b: norm(a, b[0], b[1])
+
+
+MIXED = {
+    "sum": lambda a, b: a + b,
+    "product": lambda a, b: a * b,
+    "quotient": lambda a, b: a / b,
+    "power": lambda a, b: a**b,
+    "cat": lambda a, b: torch.cat([a, b]),
+    "where": lambda a, b: torch.where(torch.tensor([True, False, True]), a, b),
+    "a cast before a product": lambda a, b: a @ b.to(a.dtype).T,
+    "a product that is cast": lambda a, b: (a @ a.T).to(b.dtype) @ b,
+    "in place": lambda a, b: (a * 1).mul_(b),
+    "mse": lambda a, b: F.mse_loss(a, b),
+    "cosine": lambda a, b: F.cosine_similarity(a, b),
+    "soft labels": lambda a, b: F.cross_entropy(a, b.softmax(1)),
+    "softmax": lambda a, b: a.softmax(1, dtype=torch.promote_types(a.dtype, b.dtype)) * b,
+    "mean": lambda a, b: a.mean(0, dtype=b.dtype) * b,
+    "rms norm": lambda a, b: F.rms_norm(a, (3,), b[0]),
+    "layer norm": mixed_norm(lambda a, weight, bias: F.layer_norm(a, (3,), weight, bias)),
+    "batch norm": mixed_norm(lambda a, weight, bias: F.batch_norm(a, None, None, weight, bias, training=True)),
+    "group norm": mixed_norm(lambda a, weight, bias: F.group_norm(a, 1, weight, bias)),
+}
+PAIRS = [
+    (torch.float32, torch.float64),
+    (torch.float64, torch.float32),
+    *[pair for half in HALVES for pair in ((half, torch.float32), (torch.float32, half))],
+]
+
+
+@pytest.mark.parametrize("dtypes", PAIRS, ids=lambda pair: "-".join(str(dtype).removeprefix("torch.") for dtype in pair))
+@pytest.mark.parametrize("name", MIXED)
+def test_two_dtypes_in_one_model(name, dtypes):
+    torch.manual_seed(0)
+    inputs = [(torch.rand(4, 3) + 0.5).to(dtype).requires_grad_() for dtype in dtypes]
+    try:
+        y = MIXED[name](*inputs)
+        torch.autograd.grad(y.sum(), inputs, retain_graph=True, allow_unused=True)
+    except RuntimeError as error:
+        pytest.skip(f"PyTorch itself does not: {str(error)[:80]}")
+    precise = [x.detach().double().requires_grad_() for x in inputs]
+    tolerance = max(LOOSE[dtype] for dtype in dtypes)
+    wide = y if y.dtype in (torch.float32, torch.float64) else y.float()
+    expected = hesscale.grad(MIXED[name](*precise).sin().square().sum(), precise)[1]
+    for x, s, truth in zip(inputs, hesscale.grad(wide.sin().square().sum(), inputs)[1], expected, strict=True):
+        assert s.dtype == x.dtype
+        assert_near(s, truth, tolerance)

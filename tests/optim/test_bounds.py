@@ -141,8 +141,8 @@ def test_weights_without_curvature_move_as_far_as_adam_lets_them():
     """Where the diagonal of a whole tensor is zero, ε alone divides, and the cap bounds the step."""
     w = weight(size=4)
     optimizer = AdaHesScale([w], lr=0.1)
+    optimizer.backward((2 * w).sum())
     with pytest.warns(hesscale.CurvatureWarning, match="zero for every parameter"):
-        optimizer.backward((2 * w).sum())
         optimizer.step()
     assert (1 - w.detach()).tolist() == pytest.approx([0.3] * 4)
 
@@ -209,7 +209,15 @@ def test_bounds_on_adam_too():
 
 def small_cnn():
     torch.manual_seed(0)
-    layers = [nn.Conv2d(1, 8, 3), nn.GELU(), nn.Conv2d(8, 16, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(144, 32), nn.GELU()]
+    layers = [
+        nn.Conv2d(1, 8, 3),
+        nn.GELU(),
+        nn.Conv2d(8, 16, 3, stride=2),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(144, 32),
+        nn.GELU(),
+    ]
     return nn.Sequential(*layers, nn.Linear(32, 4))
 
 

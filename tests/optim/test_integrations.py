@@ -345,6 +345,14 @@ def test_hugging_face_trainer_resumes_where_it_stopped(tmp_path):
 
 
 @pytest.mark.usefixtures("examples", "accelerate_reset")
+def test_fused_attention_trains(tmp_path):
+    trainer = make_hf_trainer(tmp_path, attention="sdpa")
+    before = copies(trainer.model)
+    fit(trainer)
+    assert_trained(trainer.model, before, bare(trainer))
+
+
+@pytest.mark.usefixtures("examples", "accelerate_reset")
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_accelerate_trains(precision):
     accelerate = pytest.importorskip("accelerate")

@@ -38,6 +38,11 @@ CASES = {
     "scale": (sdpa(scale=0.3), [QUERIES, KEYS, VALUES]),
     "boolean mask": (sdpa(attn_mask=VISIBLE), [QUERIES, KEYS, VALUES]),
     "a row that sees nothing": (sdpa(attn_mask=HIDDEN_ROW), [QUERIES, KEYS, VALUES]),
+    "a row that sees nothing, by -inf": (
+        sdpa(attn_mask=torch.zeros(9, 7, dtype=torch.float64).masked_fill(~HIDDEN_ROW, -torch.inf)),
+        [QUERIES, KEYS, VALUES],
+    ),
+    "no row sees anything": (sdpa(attn_mask=torch.zeros(9, 7, dtype=torch.bool)), [QUERIES, KEYS, VALUES]),
     "mask by heads": (sdpa(attn_mask=draw(2, 4, 9, 7)), [QUERIES, KEYS, VALUES]),
     "mask by batches": (sdpa(attn_mask=draw(2, 1, 1, 7)), [QUERIES, KEYS, VALUES]),
     "grouped heads": (sdpa(enable_gqa=True), [QUERIES, KEYS[:, :2], VALUES[:, :2]]),
@@ -142,10 +147,16 @@ def test_memory_is_linear_in_the_length(monkeypatch):
     assert 0 < sizes.largest <= 2**12 < 256 * 256
 
 
-def test_empty_sequences():
-    q, k, v = (torch.randn(2, 2, n, 4, dtype=torch.float64, requires_grad=True) for n in (0, 3, 3))
-    hesscale.backward(F.scaled_dot_product_attention(q, k, v).sum() + (k * k).sum())
-    torch.testing.assert_close(k.hess_diag, torch.full_like(k, 2))
+@pytest.mark.parametrize("backends", [FUSED, SDPBackend.MATH], ids=["fused", "math"])
+@pytest.mark.parametrize(("batch", "queries", "keys"), [(2, 0, 3), (2, 3, 0), (2, 0, 0), (0, 3, 3)])
+def test_empty_sequences(batch, queries, keys, backends):
+    """They contribute nothing: what is left is the penalty."""
+    leaves = [torch.randn(batch, 2, n, 4, dtype=torch.float64, requires_grad=True) for n in (queries, keys, keys)]
+    with sdpa_kernel(backends):
+        y = F.scaled_dot_product_attention(*leaves)
+    hesscale.backward(y.sin().square().sum() + sum((x * x).sum() for x in leaves))
+    for x in leaves:
+        torch.testing.assert_close(x.hess_diag, torch.full_like(x, 2))
 
 
 class Decoder(nn.Module):

@@ -283,3 +283,17 @@ def test_a_broken_rule_is_caught(node, broken, cuda_kernels, monkeypatch):
     expected = derivatives(without_fusion, *given)
     with pytest.raises(AssertionError, match="diagonal of"):
         assert_same(derivatives(function, *given), expected, **(SINGLE if "Mkldnn" in node else {}))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
+def test_no_sequences(kind, fused):
+    """A batch of none contributes nothing: what is left is the penalty. PyTorch itself refuses sequences of length zero."""
+    layer = kind(3, 4, batch_first=True)
+    with torch.backends.mkldnn.flags(enabled=fused):
+        y, _ = layer(torch.randn(0, 5, 3))
+        with pytest.raises(RuntimeError, match="larger than 0"):
+            layer(torch.randn(2, 0, 3))
+    hesscale.backward(y.square().sum() + sum((p * p).sum() for p in layer.parameters()))
+    for p in layer.parameters():
+        torch.testing.assert_close(p.hess_diag, torch.full_like(p, 2))

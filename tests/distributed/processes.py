@@ -1,0 +1,31 @@
+"""Runs a function in several processes that talk over gloo, or in this one alone."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def run(function: Callable[..., Any], *args: Any, world_size: int = 2) -> list[Any]:
+    """What ``function(rank, *args)`` returns in each of the processes. An error in one of them is raised here."""
+    with tempfile.TemporaryDirectory() as folder:
+        if world_size == 1:
+            work(0, function, args, 1, folder)
+        else:
+            mp.spawn(work, (function, args, world_size, folder), nprocs=world_size)
+        return [torch.load(Path(folder) / f"result{rank}", weights_only=False) for rank in range(world_size)]
+
+
+def work(rank: int, function: Callable[..., Any], args: tuple[Any, ...], world_size: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    try:
+        torch.save(function(rank, *args), Path(folder) / f"result{rank}")
+    finally:
+        dist.destroy_process_group()
