@@ -14,10 +14,12 @@ from typer.testing import CliRunner
 import hesscale
 from hesscale.experiments import cli
 from hesscale.experiments.figures import optimizers
+from hesscale.experiments.lab import commands, report
 from hesscale.experiments.lab.data import fingerprint
 from hesscale.experiments.lab.experiment import as_task
 from hesscale.experiments.lab.series_layout import check
 from hesscale.experiments.lab.store import Pause, Result, Store
+from hesscale.experiments.lab.sweep import run_tasks
 from hesscale.experiments.tasks import networks, text, trainer, transformers
 from hesscale.experiments.tasks.problem import loss_of
 from hesscale.experiments.tasks.registry import PROBLEMS
@@ -117,7 +119,9 @@ def test_a_loss_is_the_mean_over_all_predictions():
 
 def test_the_command_trains_and_reports(tmp_path, monkeypatch, quick_store):
     monkeypatch.chdir(tmp_path)
-    words = ["optimizers", "--preset=smoke", "--task=digits-tanh", "--steps=20", "--seeds=1", "--workers=0"]
+    monkeypatch.setattr(commands, "run_tasks", lambda *given, workers, **options: run_tasks(*given, workers=0, **options))
+    monkeypatch.setattr(report, "save_figure", lambda *_: [])  # takes most of the time
+    words = ["optimizers", "--preset=smoke", "--task=digits-tanh", "--steps=20", "--seeds=1"]
     result = CliRunner().invoke(cli.app, words)
     assert result.exit_code == 0, result.output
     assert "4 networks of 1 task, 80 steps in all" in " ".join(result.output.split())

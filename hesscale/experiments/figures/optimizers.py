@@ -18,14 +18,19 @@ from ._optimizers_figures import sections
 
 DEVICES = ("auto", "cpu", "cuda")
 KNOWN = Choices([spec for spec in IMAGE_OPTIMIZERS.values() if not spec.is_scaled])
-COMPARED = ("sgd", "adam", "adahessian", "adahesscale", "adahesscale-gn")
+FEW = ("adam", "adahessian", "adahesscale", "adahesscale-default", "adahesscale-gn-default")
+VARIANTS = ("", "-default", "-graft", "-clip")
+ALL = (
+    *("sgd-momentum", "adam", "adamw", "muon", "sophia-g", "adahessian"),
+    *(f"{family}{variant}" for family in ("adahesscale", "adahesscale-gn") for variant in VARIANTS),
+)
 DIGITS = ",".join(name for name, problem in PROBLEMS.items() if problem.dataset == "digits")
 
 
 @dataclass(frozen=True)
 class Settings:
     task: str = option(DIGITS, f"tasks, separated by commas: {', '.join(PROBLEMS)}")
-    optimizer: str = option(",".join(COMPARED), f"{HELP}: {', '.join(KNOWN)}")
+    optimizer: str = option(",".join(FEW), f"{HELP}: {', '.join(KNOWN)}")
     step_size: str = option("1e-4,3e-4,1e-3,3e-3,1e-2", "step sizes to choose from, for optimizers without one of their own")
     seeds: int = option(3, "number of runs; a seed decides the initial network and the batches for every optimizer")
     steps: int = option(0, "steps of training; 0 for the task's own")
@@ -43,7 +48,7 @@ class Settings:
 PRESETS = {
     "smoke": Settings(task="digits-tanh,digits-vit", optimizer="adam,adahesscale", step_size="1e-3,1e-2", seeds=2, steps=60),
     "small": Settings(step_size="3e-4,1e-3,3e-3", seeds=2, steps=300),
-    "paper": Settings(task=",".join(PROBLEMS), seeds=5),
+    "paper": Settings(task=",".join(PROBLEMS), optimizer=",".join(ALL), seeds=5),
 }
 
 
