@@ -273,7 +273,7 @@ def compare(problem: Problem, optimizer: Any, step_size: float, options: argpars
 def train(problem: Problem, optimizer: Any, step_size: float, dtype: torch.dtype | None, seed: int, steps: int) -> float:
     """The loss over all training images at the end."""
     model, (images, labels) = problem.network(seed), problem.train
-    opt = optimizer(model.parameters(), lr=step_size, curvature_dtype=dtype)
+    opt = optimizer.paper(model.parameters(), lr=step_size, curvature_dtype=dtype)
     for batch in itertools.islice(batches(len(images), BATCH, seed), steps):
         opt.zero_grad()
         opt.backward(F.cross_entropy(model(images[batch]), labels[batch]))

@@ -45,8 +45,8 @@ FIRST_TUNING_SEED = 1000  # apart from the seeds that are reported
 
 some = functools.partial
 OPTIMIZERS: dict[str, Maker] = {
-    "AdaHesScale": AdaHesScale,
-    "AdaHesScaleGN": AdaHesScaleGN,
+    "AdaHesScale": AdaHesScale.paper,
+    "AdaHesScaleGN": AdaHesScaleGN.paper,
     "Adam": torch.optim.Adam,
     "AdaHessian": AdaHessian,
     "GGN-MC, 1 draw": GGNMC,
@@ -54,8 +54,8 @@ OPTIMIZERS: dict[str, Maker] = {
     "BL89": BL89,
     "Scaled Adam, Δ = 1e-4": some(Adam, trust_radius=1e-4),
     "Scaled Adam, Δ = 1e-8": some(Adam, trust_radius=1e-8),
-    "Scaled AdaHesScale, Δ = 1e-4": some(AdaHesScale, trust_radius=1e-4),
-    "Scaled AdaHesScale, Δ = 1e-8": some(AdaHesScale, trust_radius=1e-8),
+    "Scaled AdaHesScale, Δ = 1e-4": some(AdaHesScale.paper, trust_radius=1e-4),
+    "Scaled AdaHesScale, Δ = 1e-8": some(AdaHesScale.paper, trust_radius=1e-8),
 }
 DRAWING = ("AdaHessian", "GGN-MC, 1 draw", "GGN-MC, 16 draws")
 STYLES = {

@@ -15,6 +15,11 @@ OURS = [AdaHesScale, AdaHesScaleGN, BL89, Adam, AdaHessian, GGNMC]
 DETERMINISTIC = [AdaHesScale, AdaHesScaleGN, BL89]
 
 
+def paper(optimizer):
+    """The optimizer as the paper has it, without bounds on the update."""
+    return getattr(optimizer, "paper", optimizer)
+
+
 def make_model(dtype=torch.float64) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).to(dtype)

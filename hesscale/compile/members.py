@@ -84,13 +84,13 @@ class Members:
 
     def check_phases(self) -> None:
         """Curvature must be due for all members at the same steps."""
-        every = getattr(self.optimizers[0].optimizer, "curvature_every", 1)
+        every = getattr(self.optimizers[0].optimizer, "period", 1)
         if every > 1:
             counts = [member.optimizer.param_groups[0]["step_count"] for member in self.optimizers]
             if k := next((k for k, count in enumerate(counts) if (count - counts[0]) % every), 0):
                 raise ValueError(
                     f"member {k} has made {counts[k]} steps and member 0 {counts[0]}, so that curvature is not due for both at "
-                    f"the same steps (curvature_every={every}); load members together, or set step_count of their groups"
+                    f"the same steps (every {every}); load members together, or set step_count of their groups"
                 )
 
     @property

@@ -59,7 +59,7 @@ class FunctionalOptimizer:
         return (
             self.hyperparameters.read(),
             self.attributes(),
-            not self.has_curvature or optimizer.is_curvature_due,  # type: ignore[attr-defined]
+            optimizer.phase_at(optimizer.param_groups[0]["step_count"]) if self.has_curvature else (),  # type: ignore[attr-defined]
             self.has_step_hooks(),
             self.has_parameter_hooks(),
             getattr(optimizer, "generator", None) is not None,
@@ -106,8 +106,8 @@ class FunctionalOptimizer:
 
     @property
     def repeats_itself(self) -> bool:
-        """Whether all steps do the same: none of them leaves curvature out."""
-        return getattr(self.optimizer, "curvature_every", 1) == 1
+        """Whether all steps do the same: none of them leaves curvature or a calibration out."""
+        return getattr(self.optimizer, "period", 1) == 1
 
     def train(self, loss: Tensor, other_leaves: Iterable[Tensor] = ()) -> list[Tensor | None]:
         """Make one step with the gradients of a loss, and return its η.

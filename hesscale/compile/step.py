@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..distributed.replicas import is_replicated
+from ..optim import CurvatureOptimizer
 from .dynamo import Captured, ForwardGraph, NotCaptured, Runner, TooManyGraphs
 from .graph_step import ModelStep, Training
 from .optimizer import FunctionalOptimizer
@@ -234,9 +235,12 @@ class CompiledStep(CapturedStep):
         return [self.model], [self.optimizer]
 
 
-def curvature_phases(optimizer: torch.optim.Optimizer) -> range:
+def curvature_phases(optimizer: torch.optim.Optimizer) -> list[int]:
     """Step counts at which to compile, one for each kind of step: with new curvature, and without."""
-    return range(min(2, getattr(optimizer, "curvature_every", 1)))
+    if not isinstance(optimizer, CurvatureOptimizer):
+        return [0]
+    first = {optimizer.phase_at(count): count for count in reversed(range(optimizer.period))}
+    return sorted(first.values())
 
 
 def uncompiled(model: nn.Module) -> nn.Module:

@@ -27,7 +27,8 @@ UNKNOWN = (
     "DistributedDataParallel module. hess_diag is this process's own; if the gradients were averaged, average it as well"
 )
 BUCKET_BYTES = 25 * 2**20  # as much as DDP sends at once
-_thread = threading.local()
+_thread = threading.local()  # .outermost: the open block that averages, if there is one
+Also = Callable[[], list[tuple[Tensor, Tensor]]]
 
 
 class averaged_with_gradients:
@@ -38,16 +39,24 @@ class averaged_with_gradients:
     Args:
         leaves: gives the leaves that the loss depends on. It is called only if this process has DDP modules.
         dtype: send the diagonals in this dtype, if it is narrower than their own.
+        also: gives parameters, each with another tensor to average where its diagonal is averaged.
     """
 
-    def __init__(self, leaves: Callable[[], Iterable[Tensor]], dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, leaves: Callable[[], Iterable[Tensor]], dtype: torch.dtype | None = None, also: Also | None = None
+    ) -> None:
         self.leaves, self.dtype = leaves, dtype
+        self.also = [] if also is None else [also]
         self.replicas: list[Replica] = []
         self.is_outermost = False
         self.collectives: int | None = None  # of the default group, where no DDP module is known to take part
 
     def __enter__(self) -> None:
-        if not is_distributed() or getattr(_thread, "is_averaging", False):
+        if not is_distributed():
+            return
+        outermost: averaged_with_gradients | None = getattr(_thread, "outermost", None)
+        if outermost is not None:
+            outermost.also += self.also
             return
         modules = list(replicated_modules())
         if modules:
@@ -57,16 +66,19 @@ class averaged_with_gradients:
             check_supported(module)
         self.replicas = [Replica(module) for module in modules]
         self.collectives = None if modules else count_collectives(distributed.group.WORLD)
-        self.is_outermost = _thread.is_averaging = True
+        self.is_outermost, _thread.outermost = True, self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         if not self.is_outermost:
             return
-        _thread.is_averaging = False
+        _thread.outermost = None
         if error is None:
             with torch.no_grad():
                 for replica in [replica for replica in self.replicas if replica.has_communicated()]:
                     replica.average(self.dtype)
+                    held = {id(p) for p in replica.params}
+                    others = [tensor for also in self.also for p, tensor in also() if id(p) in held]
+                    all_reduce_mean(others, replica.group, None)
             if self.collectives is not None and count_collectives(distributed.group.WORLD) != self.collectives:
                 warnings.warn(UNKNOWN, CurvatureWarning, stacklevel=3)
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from ..optim import BL89, GGNMC, AdaHesScale, AdaHesScaleGN, AdaHessian, Adam
+from ..optim import BL89, GGNMC, AdaHesScale, AdaHesScaleGN, AdaHessian, Adam, SophiaG
+from ..optim.bounds import NEUTRAL, SAFE_DAMPING
 from .lab.choices import Choices, choose
 
 CURVATURE_WARMUP = 10  # Hessian diagonals that are averaged before the weights move
@@ -23,6 +24,9 @@ COLOURS = {
     "adahessian": "#8e6bb0",
     "ggnmc": "#7a7a7a",
     "bl89": "#e0a33e",
+    "adamw": "#d98880",
+    "muon": "#2e7d32",
+    "sophia-g": "#4e342e",
 }
 
 
@@ -60,7 +64,40 @@ class OptimizerSpec:
         return bool(self.family)
 
 
+class Muon(torch.optim.Optimizer):
+    """Torch's Muon for matrices, and AdamW for all other parameters, which Muon does not take, at the same step size.
+
+    Muon's updates are scaled to the length of AdamW's, as torch offers it.
+    """
+
+    def __init__(self, params: Iterable[Any], lr: float, eps: float = 1e-8) -> None:
+        params = list(params)
+        super().__init__(params, {"lr": lr})
+        matrices, others = ([p for p in params if (p.dim() == 2) is wanted] for wanted in (True, False))
+        self.parts: list[torch.optim.Optimizer] = []
+        if matrices:
+            self.parts.append(torch.optim.Muon(matrices, lr=lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"))
+        if others:
+            self.parts.append(torch.optim.AdamW(others, lr=lr, eps=eps, weight_decay=0.0))
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for part in self.parts:
+            for group in part.param_groups:
+                group["lr"] = self.param_groups[0]["lr"]
+            part.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"parts": [part.state_dict() for part in self.parts], "lr": self.param_groups[0]["lr"]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.param_groups[0]["lr"] = state_dict["lr"]
+        for part, state in zip(self.parts, state_dict["parts"], strict=True):
+            part.load_state_dict(state)
+
+
 WARMED_UP = {"curvature_warmup": CURVATURE_WARMUP}
+GRAFTED = {**NEUTRAL, "damping": SAFE_DAMPING, "graft": True}
+CLIPPED = {**NEUTRAL, "damping": SAFE_DAMPING, "update_clip": 1.0}
 OPTIMIZERS = Choices(
     [
         OptimizerSpec("sgd", "SGD", torch.optim.SGD, cost_label="SGD (torch)"),
@@ -70,8 +107,8 @@ OPTIMIZERS = Choices(
         OptimizerSpec("bl89", "BL89", BL89),
         OptimizerSpec("ggnmc", "GGN-MC", GGNMC, {"per_sample": True}),
         OptimizerSpec("ggnmc-batch", "GGN-MC, batch", GGNMC, family="ggnmc", cost_label="GGN-MC, 1 draw"),
-        OptimizerSpec("adahesscale", "AdaHesScale", AdaHesScale),
-        OptimizerSpec("adahesscale-gn", "AdaHesScaleGN", AdaHesScaleGN),
+        OptimizerSpec("adahesscale", "AdaHesScale", AdaHesScale.paper),
+        OptimizerSpec("adahesscale-gn", "AdaHesScaleGN", AdaHesScaleGN.paper),
         OptimizerSpec(
             "adahessian-spatial",
             "AdaHessian, averaged over kernels",
@@ -80,34 +117,59 @@ OPTIMIZERS = Choices(
             family="adahessian",
         ),
         OptimizerSpec("adahessian-warm", "AdaHessian, curvature warmed up", AdaHessian, WARMED_UP, family="adahessian"),
-        OptimizerSpec("adahesscale-warm", "AdaHesScale, curvature warmed up", AdaHesScale, WARMED_UP, family="adahesscale"),
+        OptimizerSpec("adahesscale-warm", "AdaHesScale, curvature warmed up", AdaHesScale.paper, WARMED_UP, family="adahesscale"),
         OptimizerSpec(
-            "adahesscale-gn-warm", "AdaHesScaleGN, curvature warmed up", AdaHesScaleGN, WARMED_UP, family="adahesscale-gn"
+            "adahesscale-gn-warm", "AdaHesScaleGN, curvature warmed up", AdaHesScaleGN.paper, WARMED_UP, family="adahesscale-gn"
         ),
         OptimizerSpec(
             "adahesscale-bf16",
             "AdaHesScale, curvature in bf16",
-            AdaHesScale,
+            AdaHesScale.paper,
             {"curvature_dtype": torch.bfloat16},
             family="adahesscale",
         ),
         OptimizerSpec(
             "adahesscale-gn-bf16",
             "AdaHesScaleGN, curvature in bf16",
-            AdaHesScaleGN,
+            AdaHesScaleGN.paper,
             {"curvature_dtype": torch.bfloat16},
             family="adahesscale-gn",
         ),
         OptimizerSpec(
             "adahesscale-every10",
             "AdaHesScale, curvature every 10th step",
-            AdaHesScale,
+            AdaHesScale.paper,
             {"curvature_every": 10},
             family="adahesscale",
         ),
+        OptimizerSpec("sgd-momentum", "SGD, momentum 0.9", torch.optim.SGD, {"momentum": 0.9}, family="sgd"),
+        OptimizerSpec("adamw", "AdamW", torch.optim.AdamW),
+        OptimizerSpec("muon", "Muon", Muon),
+        OptimizerSpec("sophia-g", "Sophia-G", SophiaG),
+        *(
+            OptimizerSpec(f"{family}-{name}", f"{label}, {what}", build, options, family=family)
+            for family, label, build in (
+                ("adahesscale", "AdaHesScale", AdaHesScale),
+                ("adahesscale-gn", "AdaHesScaleGN", AdaHesScaleGN),
+            )
+            for name, what, options in (
+                ("default", "bounded (default)", {}),
+                ("graft", "grafted", GRAFTED),
+                ("clip", "entries clipped at 1", CLIPPED),
+            )
+        ),
+        OptimizerSpec(
+            "adahesscale-gn-calibrated",
+            "AdaHesScaleGN, calibrated every 10th step",
+            AdaHesScaleGN,
+            {"calibrate_every": 10},
+            family="adahesscale-gn",
+        ),
         OptimizerSpec("scaled-adam", "Scaled Adam", Adam, family="adam", is_scaled=True),
-        OptimizerSpec("scaled-adahesscale", "Scaled AdaHesScale", AdaHesScale, family="adahesscale", is_scaled=True),
-        OptimizerSpec("scaled-adahesscale-gn", "Scaled AdaHesScaleGN", AdaHesScaleGN, family="adahesscale-gn", is_scaled=True),
+        OptimizerSpec("scaled-adahesscale", "Scaled AdaHesScale", AdaHesScale.paper, family="adahesscale", is_scaled=True),
+        OptimizerSpec(
+            "scaled-adahesscale-gn", "Scaled AdaHesScaleGN", AdaHesScaleGN.paper, family="adahesscale-gn", is_scaled=True
+        ),
     ]
 )
 

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from .base import CurvatureOptimizer
-from .optimizers import BL89, GGNMC, AdaHesScale, AdaHesScaleGN, AdaHessian, Adam
+from .optimizers import BL89, GGNMC, AdaHesScale, AdaHesScaleGN, AdaHessian, Adam, SophiaG
 
-__all__ = ["BL89", "GGNMC", "AdaHesScale", "AdaHesScaleGN", "AdaHessian", "Adam", "CurvatureOptimizer"]
+__all__ = ["BL89", "GGNMC", "AdaHesScale", "AdaHesScaleGN", "AdaHessian", "Adam", "CurvatureOptimizer", "SophiaG"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -11,17 +12,18 @@ from torch import Tensor
 from torch.optim import Optimizer, optimizer
 
 from ..engine.arguments import check_choices
-from ..errors import NonFiniteError
+from ..errors import CurvatureWarning, NonFiniteError
 from . import trust_region as algorithm_3
 from .amp import clear_scaler_attributes, unscale
 from .batches import Batch, collect
+from .bounds import LONG_ENTRY, SAFE_DAMPING, SAFE_GRAFT_CAP, WATCHED_STEPS
 from .checkpoints import complete_loaded_state, picklable_attributes, upgrade_pickle
 from .derivatives import DerivativeOptimizer, is_profiled
-from .nonfinite import NonFiniteCheck
+from .nonfinite import NonFiniteCheck, is_capturing
 from .options import check_count, check_group, check_trust_region
 from .packing import Packing
 from .scalars import is_on_host
-from .update import apply_update, regularize, update_averages, update_quotient
+from .update import Quotient, apply_update, longest_entry, regularize, update_averages, update_quotient
 
 
 class CurvatureOptimizer(DerivativeOptimizer):
@@ -42,6 +44,12 @@ class CurvatureOptimizer(DerivativeOptimizer):
             use the last average of curvature; its bias correction counts curvature updates, not steps.
         curvature_warmup: the first k Hessian diagonals only fill the averages, and no weight moves. After a single one, V̂ is
             its square; where that is close to zero by chance, the step would be as long as ε allows. Ten are enough.
+        damping: δ; adds δ times the mean of √V̂ over the parameter tensor to the denominator.
+        update_clip: γ; clips the entries of M̂ ⊘ (√V̂ + ε) at ±γ, before the step size is applied. None for no clipping.
+        graft: make the update of each parameter tensor as long as Adam's would be with the same step size (grafting). It keeps
+            an average of squared gradients beside the others, as Adam does.
+        graft_cap: c; the milder form of ``graft``, which takes precedence: an update that is longer than c times Adam's is
+            shortened to that length. None for no cap.
         curvature_dtype: compute the curvature's matrix products and convolutions in this dtype, as in :func:`hesscale.backward`.
         on_nonfinite: a step with a non-finite gradient or curvature never changes weights or averages. ``"raise"`` reports it
             with :class:`hesscale.NonFiniteError`: at once on a CPU, at a later step on CUDA, without waiting for the device.
@@ -75,6 +83,10 @@ class CurvatureOptimizer(DerivativeOptimizer):
         bias_correction: bool = True,
         curvature_every: int = 1,
         curvature_warmup: int = 0,
+        damping: float = 0.0,
+        update_clip: float | None = None,
+        graft: bool = False,
+        graft_cap: float | None = None,
         curvature_dtype: torch.dtype | None = None,
         on_nonfinite: str = "raise",
         maximize: bool = False,
@@ -93,6 +105,10 @@ class CurvatureOptimizer(DerivativeOptimizer):
             "trust_radius": trust_radius,
             "bias_correction": bias_correction,
             "curvature_warmup": curvature_warmup,
+            "damping": damping,
+            "update_clip": update_clip,
+            "graft": graft,
+            "graft_cap": graft_cap,
             "maximize": maximize,
             "foreach": foreach,
             "capturable": capturable,
@@ -102,6 +118,7 @@ class CurvatureOptimizer(DerivativeOptimizer):
         self.curvature_every = curvature_every
         self.curvature_dtype = curvature_dtype
         self.counters: dict[str, Tensor] = {}
+        self._has_warned_of_length = False
         self.eta: list[Tensor | None] = []
         self.curvature_is_unscaled = False
         self.nonfinite_check = NonFiniteCheck(on_nonfinite, self.counters)
@@ -194,11 +211,32 @@ class CurvatureOptimizer(DerivativeOptimizer):
         for batch in batches:
             regularize(batch, mask)
             update_averages(batch, mask)
-        quotients = [update_quotient(batch) for batch in batches]
+        quotients = [self.quotient(batch) for batch in batches]
         self.eta, etas = algorithm_3.step_scales(batches, quotients, self.trust_region, self.counters, mask)
+        self.warn_if_long(batches, quotients, etas)
         for batch, quotient, eta in zip(batches, quotients, etas, strict=True):
             apply_update(batch, quotient, eta, mask)
         return True
+
+    def quotient(self, batch: Batch) -> Quotient:
+        """U of a batch, from averages that hold this step. Subclasses may override it."""
+        return update_quotient(batch)
+
+    def warn_if_long(self, batches: list[Batch], quotients: list[Quotient], etas: list[Tensor | None]) -> None:
+        """Warn once if an entry of one of the first steps is far longer than the step size."""
+        is_early = self.uses_curvature and self.param_groups[0]["step_count"] < WATCHED_STEPS
+        if not is_early or self._has_warned_of_length or torch.compiler.is_compiling() or is_capturing():
+            return
+        longest = max([longest_entry(*parts) for parts in zip(batches, quotients, etas, strict=True)])
+        if longest > LONG_ENTRY:
+            self._has_warned_of_length = True
+            warnings.warn(
+                f"{type(self).__name__}: a step changes a weight by more than {LONG_ENTRY} times the step size, since its "
+                f"curvature is nearly zero. Bound the steps with damping={SAFE_DAMPING} and graft_cap={SAFE_GRAFT_CAP}, or "
+                "average the first Hessian diagonals before any weight moves with curvature_warmup=10",
+                CurvatureWarning,
+                stacklevel=5,  # the line that called step
+            )
 
     def count_step(self) -> None:
         for group in self.param_groups:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
+from .bounds import needs_adam
 from .scalars import counter_dtype, is_on_host
 
 if TYPE_CHECKING:
@@ -31,15 +32,20 @@ class Batch:
     gradients: list[Tensor] = field(default_factory=list)
     curvatures: list[Tensor] = field(default_factory=list)  # empty between curvature updates
     momenta: list[Tensor] = field(default_factory=list)  # M
-    gradient_squares: list[Tensor] = field(default_factory=list)  # V of Adam
+    gradient_squares: list[Tensor] = field(default_factory=list)  # V of Adam, also where another's update is measured by Adam's
     curvature_squares: list[Tensor] = field(default_factory=list)  # V of the others, and of every trust region
     steps: list[Tensor] = field(default_factory=list)
     curvature_steps: list[Tensor] = field(default_factory=list)
+    squares_gradient: bool = False  # whether the update divides by the root of ``gradient_squares``, as Adam's does
     pack: Pack | None = None  # if set, every list except ``params`` holds one flat tensor for all parameters
 
     def pack_like(self, tensors: list[Tensor]) -> list[Tensor]:
         """One tensor per parameter, in the form of this batch's other lists."""
         return tensors if self.pack is None else [_flatten_dense_tensors(tensors)]
+
+    def sizes(self) -> list[Any]:
+        """How many entries each parameter has, at least 1; for a pack, one tensor with all of these numbers."""
+        return [max(1, p.numel()) for p in self.params] if self.pack is None else [self.pack.sizes.clamp_min(1)]
 
 
 def collect(optimizer: CurvatureOptimizer, packing: Packing) -> list[Batch]:
@@ -67,7 +73,7 @@ def collect_group(optimizer: CurvatureOptimizer, index: int, packing: Packing) -
             raise RuntimeError(f"{type(optimizer).__name__} takes dense gradients; build the embedding with sparse=False")
         key = (p.device, p.dtype, id(p) if group["foreach"] is False else None)
         if key not in batches:
-            batches[key] = Batch(group, index)
+            batches[key] = Batch(group, index, squares_gradient=optimizer.squares_gradient)
         add_parameter(batches[key], p, optimizer)
     found = list(batches.values())
     if packing.is_enabled and any(is_on_host(batch.steps[0]) and float(batch.steps[0]) > 0 for batch in found):
@@ -80,15 +86,17 @@ def collect_group(optimizer: CurvatureOptimizer, index: int, packing: Packing) -
 def add_parameter(batch: Batch, p: Tensor, optimizer: CurvatureOptimizer) -> None:
     """Add a parameter, its derivatives and its state to a batch."""
     state = optimizer.state[p]
-    if optimizer.squares_gradient and state and "exp_avg_sq" not in state:
+    averages_gradient_squares = optimizer.squares_gradient or needs_adam(batch.group)
+    if averages_gradient_squares and "step" in state and "exp_avg_sq" not in state:
         raise RuntimeError(
-            "the loaded state has no exp_avg_sq: it is that of an optimizer that does not average squared gradients"
+            "the optimizer's state has no exp_avg_sq: until now it did not average squared gradients, which Adam, graft and "
+            "graft_cap need"
         )
     batch.params.append(p)
     batch.gradients.append(p.grad)  # type: ignore[arg-type]
     batch.momenta.append(state_tensor(state, "exp_avg", p))
     batch.steps.append(state_tensor(state, "step", p))
-    if optimizer.squares_gradient:
+    if averages_gradient_squares:
         batch.gradient_squares.append(state_tensor(state, "exp_avg_sq", p))
     if optimizer.uses_curvature:
         batch.curvature_squares.append(state_tensor(state, "exp_hess_sq", p))
@@ -97,7 +105,7 @@ def add_parameter(batch: Batch, p: Tensor, optimizer: CurvatureOptimizer) -> Non
         if curvature is not None:
             if curvature.shape != p.shape:
                 raise RuntimeError(f"hess_diag has shape {tuple(curvature.shape)}, its parameter {tuple(p.shape)}")
-            batch.curvatures.append(optimizer.prepare(curvature))
+            batch.curvatures.append(optimizer.prepare(curvature, p))
 
 
 def state_tensor(state: dict[str, Any], name: str, p: Tensor) -> Tensor:

@@ -7,10 +7,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from . import bounds
 from .scalars import counter_dtype
 
 if TYPE_CHECKING:
     from .base import CurvatureOptimizer
+
+
+LATER_OPTIONS = {"curvature_warmup": 0, **bounds.NEUTRAL}  # version 0.1 began without them, and behaved as with these values
 
 
 def picklable_attributes(optimizer: CurvatureOptimizer) -> dict[str, Any]:
@@ -22,17 +26,22 @@ def upgrade_pickle(optimizer: CurvatureOptimizer) -> None:
     """Give an optimizer that an earlier version pickled the attributes and options of this version."""
     if "watch" in optimizer.__dict__:
         optimizer.nonfinite_check = optimizer.__dict__.pop("watch")
-    if "curvature_warmup" not in optimizer.defaults:
+    optimizer.__dict__.setdefault("_has_warned_of_length", False)
+    if not LATER_OPTIONS.keys() <= optimizer.defaults.keys():
         for options in (optimizer.defaults, *optimizer.param_groups):
-            options["curvature_warmup"] = 0
+            options.update({**LATER_OPTIONS, **options})
         optimizer.option_names = tuple(optimizer.defaults)
 
 
 def complete_loaded_state(optimizer: CurvatureOptimizer) -> None:
-    """Add options that the saved groups lack, move step counters to their parameters' devices, and copy every tensor."""
+    """Add options that the saved groups lack, move step counters to their parameters' devices, and copy every tensor.
+
+    Groups that were saved before bounds on the update existed go on without bounds.
+    """
+    options = {**optimizer.defaults, **bounds.NEUTRAL}
     for group in optimizer.param_groups:
         for name in optimizer.option_names:
-            group.setdefault(name, optimizer.defaults[name])
+            group.setdefault(name, options[name])
         group.setdefault("step_count", 0)
         for p in group["params"]:
             state = optimizer.state.get(p, {})

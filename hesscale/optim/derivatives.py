@@ -40,7 +40,16 @@ class DerivativeOptimizer(Optimizer):
     @property
     def is_curvature_due(self) -> bool:
         """Whether the next step needs a new Hessian diagonal: every ``curvature_every``-th does. Skipped steps do not count."""
-        return self.uses_curvature and self.param_groups[0]["step_count"] % self.curvature_every == 0
+        return self.phase_at(self.param_groups[0]["step_count"])[0]
+
+    @property
+    def period(self) -> int:
+        """After so many steps, the phases repeat."""
+        return self.curvature_every
+
+    def phase_at(self, step: int) -> tuple[bool, ...]:
+        """What :meth:`backward` computes for the step of this number: first of all, whether it computes a Hessian diagonal."""
+        return (self.uses_curvature and step % self.curvature_every == 0,)
 
     def backward(
         self,
@@ -89,9 +98,7 @@ class DerivativeOptimizer(Optimizer):
 
     def fill_curvature_alone(self, loss: Tensor, *, scale: Tensor | None = None, **options: Any) -> None:
         """Fill ``hess_diag`` of this optimizer's parameters in a pass of its own, which keeps the graph and every ``.grad``."""
-        reached = set(topological(edge_of(loss)[0]))
-        check_unsharded(leaves_of(loss))
-        params = [p for p in self.parameters() if edge_of(p)[0] in reached]
+        params = self.parameters_of(loss)
         if not params:
             return
         found = self.diagonals(loss, params, **options)
@@ -99,13 +106,19 @@ class DerivativeOptimizer(Optimizer):
             for p, diagonal in zip(params, found, strict=True):
                 accumulate(p, diagonal, p.grad is None, owned=True)
 
+    def parameters_of(self, loss: Tensor) -> list[Tensor]:
+        """The parameters that the loss depends on."""
+        reached = set(topological(edge_of(loss)[0]))
+        check_unsharded(leaves_of(loss))
+        return [p for p in self.parameters() if edge_of(p)[0] in reached]
+
     def diagonals(self, loss: Tensor, params: list[Tensor], **options: Any) -> Sequence[Tensor | None]:
         """The Hessian diagonals of these parameters, by this optimizer's method."""
         options = {"curvature_dtype": self.curvature_dtype, **options}
         return engine.grad(loss, params, method=self.method, retain_graph=True, allow_unused=True, **options)[1]
 
-    def prepare(self, curvature: Tensor) -> Tensor:
-        """A Hessian diagonal in the form that this optimizer averages. Subclasses may override it."""
+    def prepare(self, curvature: Tensor, p: Tensor) -> Tensor:
+        """A parameter's Hessian diagonal in the form that this optimizer averages. Subclasses may override it."""
         return curvature
 
     def zero_grad(self, set_to_none: bool = True) -> None:

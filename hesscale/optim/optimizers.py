@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,15 +16,60 @@ from ..engine.arguments import check_loss
 from ..engine.backward import own_pass
 from ..engine.nodes import leaves_of
 from .base import CurvatureOptimizer
+from .batches import Batch
+from .bounds import NEUTRAL, SAFE_DAMPING, SAFE_GRAFT_CAP
+from .options import check_count, check_range
+from .scalars import counter_dtype, materialize
+from .update import Quotient
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
-class AdaHesScale(CurvatureOptimizer):
+class BoundedOptimizer(CurvatureOptimizer):
+    """Optimizers whose updates are bounded by default.
+
+    Args:
+        damping, graft_cap: as in :class:`CurvatureOptimizer`.
+        args, options: as in :class:`CurvatureOptimizer`.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        *args: Any,
+        damping: float = SAFE_DAMPING,
+        graft_cap: float | None = SAFE_GRAFT_CAP,
+        **options: Any,
+    ) -> None:
+        super().__init__(params, *args, damping=damping, graft_cap=graft_cap, **options)
+
+    @classmethod
+    def paper(cls, params: Any, *args: Any, **options: Any) -> Self:
+        """The paper's Algorithm 2 to the letter, without bounds on the update; with ``trust_radius``, Algorithm 3.
+
+        Example:
+            >>> import torch, hesscale
+            >>> w = torch.tensor([3.0, -2.0], requires_grad=True)
+            >>> optimizer = hesscale.AdaHesScale.paper([w], lr=0.1)
+            >>> optimizer.backward((torch.tensor([0.01, 100.0]) * w**2).sum())
+            >>> optimizer.step()
+            >>> w.detach()
+            tensor([ 2.7000, -1.8000])
+        """
+        return cls(params, *args, **NEUTRAL, **options)
+
+
+class AdaHesScale(BoundedOptimizer):
     """Adam with the HesScale diagonal in place of the gradient in V (Algorithm 2); with ``trust_radius``, Algorithm 3.
+
+    By default, no parameter tensor's update is longer than three times Adam's would be, and small curvature is damped
+    (``graft_cap=3.0, damping=0.03``), so that Adam's step sizes can be used. :meth:`paper` is without these bounds.
 
     Example:
         >>> import torch, hesscale
         >>> model = torch.nn.Linear(3, 1)
-        >>> optimizer = hesscale.AdaHesScale(model.parameters(), lr=0.01)
+        >>> optimizer = hesscale.AdaHesScale(model.parameters(), lr=1e-3)
         >>> loss = model(torch.ones(2, 3)).square().mean()
         >>> optimizer.backward(loss)
         >>> optimizer.step()
@@ -33,10 +78,82 @@ class AdaHesScale(CurvatureOptimizer):
     method = "hesscale"
 
 
-class AdaHesScaleGN(CurvatureOptimizer):
-    """:class:`AdaHesScale` with the Gauss-Newton diagonal, which leaves out the model's second derivatives."""
+class AdaHesScaleGN(BoundedOptimizer):
+    """:class:`AdaHesScale` with the Gauss-Newton diagonal, which leaves out the model's second derivatives.
+
+    Args:
+        calibrate_every: k; at every k-th step a Monte-Carlo estimate of the exact Gauss-Newton diagonal measures how much of it
+            HesScaleGN leaves out. The diagonal of each parameter tensor is then multiplied by one number, so that its sum is
+            right on average. It costs two more backward passes at these steps. None for no calibration.
+        generator: where the draws come from; None for torch's default generator.
+        args, options: as in :class:`AdaHesScale`.
+    """
 
     method = "hesscale_gn"
+
+    def __init__(
+        self,
+        params: Any,
+        *args: Any,
+        calibrate_every: int | None = None,
+        generator: torch.Generator | None = None,
+        **options: Any,
+    ) -> None:
+        if calibrate_every is not None:
+            check_count("calibrate_every", calibrate_every, minimum=1)
+        self.calibrate_every, self.generator = calibrate_every, generator
+        super().__init__(params, *args, **options)
+        if self.period % self.curvature_every:
+            raise ValueError(f"{calibrate_every=} must be a multiple of curvature_every={self.curvature_every}")
+
+    @property
+    def period(self) -> int:
+        return self.calibrate_every or self.curvature_every
+
+    def phase_at(self, step: int) -> tuple[bool, ...]:
+        return (*super().phase_at(step), self.calibrate_every is not None and step % self.calibrate_every == 0)
+
+    def fill_curvature(self, loss: Tensor, *, retain_graph: bool = False, scale: Tensor | None = None, **options: Any) -> None:
+        if not self.phase_at(self.param_groups[0]["step_count"])[1]:
+            super().fill_curvature(loss, retain_graph=retain_graph, scale=scale, **options)
+            return
+        check_loss(loss)
+        with averaged_with_gradients(partial(leaves_of, loss), self.curvature_dtype, also=self.all_calibration_sums):
+            self.calibrate(loss, **options)
+            super().fill_curvature(loss, retain_graph=retain_graph, scale=scale, **options)
+
+    def all_calibration_sums(self) -> list[tuple[Tensor, Tensor]]:
+        return [(p, self.calibration_sums(p)) for p in self.parameters()]
+
+    def calibrate(self, loss: Tensor, **options: Any) -> None:
+        """Average the sums of both diagonals. Bias corrections would cancel in their ratio."""
+        params = self.parameters_of(loss)
+        recursive = self.diagonals(loss, params, **options)
+        outputs = options.get("outputs")
+        generator = self.generator or generator_for(params, self.param_groups[0]["step_count"], is_shared=False)
+        drawn = estimators.estimate("ggn_mc", loss, params, outputs=outputs, generator=generator, retain_graph=True)
+        with torch.no_grad():
+            for p, found, target in zip(params, recursive, drawn, strict=True):
+                if found is not None and target is not None:
+                    sums = self.calibration_sums(p)
+                    sums.lerp_(torch.stack([target.sum(), found.sum()]).to(sums.dtype), 1 - CALIBRATION_DECAY)
+
+    def calibration_sums(self, p: Tensor) -> Tensor:
+        """The averaged sums of a parameter's diagonal: the Monte-Carlo estimate's, and HesScaleGN's."""
+        state = self.state[p]
+        if "calibration_sums" not in state:
+            state["calibration_sums"] = torch.zeros(2, dtype=counter_dtype(p), device=p.device)
+        found: Tensor = state["calibration_sums"]
+        return found
+
+    def prepare(self, curvature: Tensor, p: Tensor) -> Tensor:
+        if self.calibrate_every is None:
+            return curvature
+        target, found = self.calibration_sums(p).to(curvature.dtype).unbind()
+        return curvature * torch.where(found > 0, target / found, 1.0)
+
+
+CALIBRATION_DECAY = 0.9  # of the sums that a calibration averages, from one calibration to the next
 
 
 class BL89(CurvatureOptimizer):
@@ -61,13 +178,13 @@ class Sampled(CurvatureOptimizer):
         args, options: as in :class:`CurvatureOptimizer`.
     """
 
+    draws_signs: ClassVar[bool] = False  # of parameters, which several processes share, and not at the outputs of samples
+
     def __init__(self, params: Any, *args: Any, num_samples: int = 1, generator: torch.Generator | None = None, **options: Any):
         if num_samples < 1:
             raise ValueError(f"num_samples={num_samples!r} is out of range")
         self.num_samples, self.generator = num_samples, generator
         super().__init__(params, *args, **options)
-
-    draws_signs: ClassVar[bool] = False  # of parameters, which several processes share, and not at the outputs of samples
 
     def fill_curvature(self, loss: Tensor, *, retain_graph: bool = False, scale: Tensor | None = None, **options: Any) -> None:
         check_loss(loss)
@@ -108,7 +225,7 @@ class AdaHessian(Sampled):
         self.spatial_average = spatial_average
         super().__init__(params, *args, **options)
 
-    def prepare(self, curvature: Tensor) -> Tensor:
+    def prepare(self, curvature: Tensor, p: Tensor) -> Tensor:
         if not self.spatial_average or curvature.dim() < 3:
             return curvature
         window = tuple(range(2, curvature.dim()))
@@ -132,3 +249,58 @@ class GGNMC(Sampled):
     @property
     def estimator(self) -> str:
         return "ggn_mc_per_sample" if self.per_sample else self.method
+
+
+class SophiaG(GGNMC):
+    """Sophia-G (Liu, Li, Hall, Liang and Ma 2024), a baseline: W ← W − α clip(M ⊘ max(ρH, ε), ±1).
+
+    H averages the Gauss-Newton-Bartlett estimate of the diagonal, drawn at every tenth step. M and H have no bias correction.
+    ``weight_decay`` is decoupled.
+
+    Args:
+        rho: ρ, which decides how many entries are clipped.
+        options: ``num_samples``, ``generator``, ``curvature_dtype``, ``on_nonfinite``, ``maximize`` and ``foreach`` of
+            :class:`CurvatureOptimizer`.
+
+    Example:
+        >>> import torch, hesscale
+        >>> model = torch.nn.Linear(3, 2)
+        >>> optimizer = hesscale.optim.SophiaG(model.parameters(), lr=1e-3)
+        >>> loss = torch.nn.functional.cross_entropy(model(torch.ones(4, 3)), torch.tensor([0, 1, 1, 0]))
+        >>> optimizer.backward(loss)
+        >>> optimizer.step()
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.96, 0.99),
+        eps: float = 1e-12,
+        weight_decay: float = 0.0,
+        *,
+        rho: float = 0.05,
+        curvature_every: int = 10,
+        **options: Any,
+    ) -> None:
+        if unknown := options.keys() - SOPHIA_OPTIONS:
+            raise TypeError(f"SophiaG takes no option {', '.join(sorted(unknown))}")
+        check_range("rho", rho, rho > 0)
+        check_range("eps", eps, eps > 0)
+        self.rho = rho
+        options = {"decoupled_weight_decay": True, "curvature_every": curvature_every, **options}
+        super().__init__(params, lr, betas, eps, weight_decay, **options)
+
+    def prepare(self, curvature: Tensor, p: Tensor) -> Tensor:
+        """√S, so that the average of squares is one of S. The estimate is a sum of squares, never negative."""
+        return curvature.sqrt()
+
+    def quotient(self, batch: Batch) -> Quotient:
+        """An entry is clipped at ±1 by a denominator of at least |M|."""
+        denominators = list(torch._foreach_mul(batch.curvature_squares, self.rho))
+        torch._foreach_clamp_min_(denominators, batch.group["eps"])
+        torch._foreach_maximum_(denominators, torch._foreach_abs(batch.momenta))
+        return Quotient(denominators, materialize([batch.group["lr"]] * len(denominators)))
+
+
+SOPHIA_OPTIONS = {"num_samples", "generator", "curvature_dtype", "on_nonfinite", "maximize", "foreach"}

@@ -12,7 +12,7 @@ from torch import Tensor
 TRUST_REGIONS = ("optimizer", "group")
 OPTIMIZER_OPTIONS = (  # these hold for all groups together
     *("trust_region", "curvature_every", "curvature_dtype", "on_nonfinite"),
-    *("num_samples", "generator", "per_sample", "spatial_average"),
+    *("num_samples", "generator", "per_sample", "spatial_average", "calibrate_every"),
 )
 
 
@@ -28,11 +28,20 @@ def check_group(group: dict[str, Any]) -> None:
     check_range("weight_decay", group["weight_decay"], group["weight_decay"] >= 0)
     check_count("curvature_warmup", group["curvature_warmup"], minimum=0)
     check_range("trust_radius", radius, radius is None or radius > 0)
+    check_bounds(group)
     for p in group["params"]:
         if p.is_complex():
             raise ValueError("complex parameters have no Hessian diagonal; hold real and imaginary parts as two parameters")
         if p.dtype == torch.float16:
             raise ValueError("float16 parameters have no room for squared curvature; keep them in float32 and use autocast")
+
+
+def check_bounds(group: dict[str, Any]) -> None:
+    """Refuse bounds on the update that are out of range."""
+    clip, cap = group["update_clip"], group["graft_cap"]
+    check_range("damping", group["damping"], 0 <= group["damping"] < math.inf)
+    check_range("update_clip", clip, clip is None or clip > 0)
+    check_range("graft_cap", cap, cap is None or cap > 0)
 
 
 def check_count(name: str, value: Any, *, minimum: int) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors as flatten
 
 from .batches import Batch
+from .bounds import needs_adam
 
 if TYPE_CHECKING:
     from .base import CurvatureOptimizer
@@ -40,7 +41,9 @@ class Packing:
         if pack is None or not is_allowed(optimizer, group):
             return None
         uses_curvature = optimizer.uses_curvature
-        if uses_curvature != bool(pack.batch.curvature_squares):  # a trust region was added or removed
+        averages_gradient_squares = optimizer.squares_gradient or needs_adam(group)
+        kept = bool(pack.batch.curvature_squares), bool(pack.batch.gradient_squares)
+        if kept != (uses_curvature, averages_gradient_squares):  # a trust region or a bound was added or removed
             return None
         gradients = [g for p in group["params"] if (g := p.grad) is not None and not g.is_sparse]
         diagonals = [getattr(p, "hess_diag", None) for p in group["params"]] if uses_curvature else []
@@ -50,7 +53,9 @@ class Packing:
             return None
         if curvatures and [curvature.shape for curvature in curvatures] != pack.shapes:
             return None
-        return pack.filled_batch(group, gradients, [optimizer.prepare(curvature) for curvature in curvatures])
+        if curvatures:
+            curvatures = [optimizer.prepare(curvature, p) for curvature, p in zip(curvatures, pack.params, strict=True)]
+        return pack.filled_batch(group, gradients, curvatures)
 
     def pack(self, optimizer: CurvatureOptimizer, batches: list[Batch]) -> None:
         """From the next step on, keep the averages of each batch that is a whole group of small parameters in one tensor."""
@@ -94,7 +99,9 @@ class Pack:
         self.params = batch.params
         self.shapes = [p.shape for p in batch.params]
         self.states = [state[p] for p in batch.params]
-        self.batch = Batch(batch.group, batch.group_index, params=batch.params, pack=self)
+        self.batch = Batch(
+            batch.group, batch.group_index, params=batch.params, squares_gradient=batch.squares_gradient, pack=self
+        )
         self.places: list[tuple[dict[str, Any], str]] = []  # the entries of states that hold views
         self.views: list[Tensor] = []
         for attribute, name in {**AVERAGES, **COUNTERS}.items():
@@ -107,6 +114,7 @@ class Pack:
                     self.places.append((own, name))
                     self.views.append(view)
         self.identity = self.identity_of(batch.params, state)
+        self.sizes = torch.tensor([p.numel() for p in batch.params])
         self.update = torch.empty_like(self.batch.momenta[0])  # U of the step under way
         self.update_views = self.split(self.update)
 

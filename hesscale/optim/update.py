@@ -6,7 +6,8 @@
     W ← W − ηU                                             apply_update
 
 F is the gradient, and S the Hessian diagonal. For Adam, S is the gradient too; its trust region keeps an average of the diagonal.
-η is 1, or less where :mod:`hesscale.optim.trust_region` shortens the step.
+:mod:`hesscale.optim.bounds` may enlarge the denominator. η is 1, or less where :mod:`hesscale.optim.trust_region` shortens the
+step.
 
 A ``mask`` is a 0-d tensor: 1 for a step that counts, 0 for one that must change nothing. It is None if it is known to be 1.
 """
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from . import bounds
 from .batches import Batch
 from .scalars import Number, is_nonzero, is_on_host, materialize, step_numbers
 
@@ -117,22 +119,36 @@ def update_quotient(batch: Batch) -> Quotient:
     U is zero until V has averaged a first square, and more than ``curvature_warmup`` Hessian diagonals.
     """
     group = batch.group
-    (beta1, beta2), eps, warmup = group["betas"], group["eps"], group["curvature_warmup"]
-    if batch.gradient_squares:
+    if batch.squares_gradient:
         squares, steps = batch.gradient_squares, batch.steps
     else:
         squares, steps = batch.curvature_squares, batch.curvature_steps
-    roots = [correction**0.5 for correction in bias_corrections(beta2, steps)]  # √(1 − β₂ᵗ)
+    denominators, roots = denominators_of(batch, squares, steps, damped=True)
+    firsts = [first + (first == 0) for first in bias_corrections(group["betas"][0], batch.steps)]  # 1 − β₁ᵗ
+    ratios = [root / first for root, first in zip(roots, firsts, strict=True)]
+    bounds.clip_entries(batch, denominators, ratios)
+    if bounds.needs_adam(group):
+        adam, adam_roots = denominators_of(batch, batch.gradient_squares, batch.steps, damped=False)
+        adam_ratios = [adam_root / (root + (root == 0)) for adam_root, root in zip(adam_roots, roots, strict=True)]
+        bounds.match_adam(batch, denominators, adam, adam_ratios)
+    factors = [group["lr"] * ratio for ratio in ratios]
+    if batch.curvature_steps and is_nonzero(group["curvature_warmup"]):
+        seen = step_numbers(batch.curvature_steps)
+        factors = [factor * (count > group["curvature_warmup"]) for factor, count in zip(factors, seen, strict=True)]
+    return Quotient(denominators, materialize(factors))
+
+
+def denominators_of(batch: Batch, squares: list[Tensor], steps: list[Tensor], *, damped: bool) -> tuple[list[Tensor], list[Any]]:
+    """√V + ε√(1 − β₂ᵗ) in new tensors, and √(1 − β₂ᵗ)."""
+    eps, beta2 = batch.group["eps"], batch.group["betas"][1]
+    roots = [correction**0.5 for correction in bias_corrections(beta2, steps)]
     denominators = list(torch._foreach_sqrt(squares))
+    if damped:
+        bounds.damp(batch, denominators)
     torch._foreach_add_(denominators, materialize([eps * root + (root == 0) for root in roots]))
     if isinstance(eps, Tensor) or eps == 0:  # no step where V is 0
         denominators = [torch.where(d == 0, torch.inf, d) for d in denominators]
-    firsts = bias_corrections(beta1, batch.steps)  # 1 − β₁ᵗ
-    factors = [group["lr"] * root / (first + (first == 0)) for root, first in zip(roots, firsts, strict=True)]
-    if batch.curvature_steps and is_nonzero(warmup):
-        seen = step_numbers(batch.curvature_steps)
-        factors = [factor * (count > warmup) for factor, count in zip(factors, seen, strict=True)]
-    return Quotient(denominators, materialize(factors))
+    return denominators, roots
 
 
 def evaluate(batch: Batch, quotient: Quotient) -> list[Tensor]:
@@ -143,6 +159,15 @@ def evaluate(batch: Batch, quotient: Quotient) -> list[Tensor]:
         update = [torch.div(batch.momenta[0], quotient.denominators[0], out=batch.pack.update)]
     torch._foreach_mul_(update, quotient.factors)
     return update
+
+
+def longest_entry(batch: Batch, quotient: Quotient, eta: Tensor | None) -> float:
+    """The largest entry of |ηU|/α. It waits for the device."""
+    lr = float(batch.group["lr"])
+    if lr == 0:
+        return 0.0
+    longest = max([float(u.abs().max()) for u in evaluate(batch, quotient) if u.numel()], default=0.0)
+    return longest * (1.0 if eta is None else float(eta)) / lr
 
 
 def apply_update(batch: Batch, quotient: Quotient, eta: Tensor | None, mask: Tensor | None) -> None:

@@ -236,6 +236,18 @@ def averaged_by_hand(rank):
     return [str(warning.message) for warning in caught if warning.category is hesscale.CurvatureWarning]
 
 
+def calibrated(rank):
+    """The sums of a calibration are averaged too: all processes multiply their diagonals by the same numbers."""
+    model = build(perceptron, rank)
+    optimizer = hesscale.AdaHesScaleGN(model.parameters(), lr=0.01, calibrate_every=2)
+    for step in range(4):
+        x, y = part(batch((4,), step), rank)
+        optimizer.backward(loss_of(model, x, y))
+        optimizer.step()
+        optimizer.zero_grad()
+    return recorded(model, optimizer)
+
+
 def two_modules(rank):
     """An actor and a critic, each with an optimizer, in one loss and in two."""
     actor, critic = build(perceptron, rank), build(perceptron, rank)
@@ -343,6 +355,7 @@ EQUAL = {
 }
 OTHERS = {
     "bfloat16": (trained, ("perceptron",), {"curvature_dtype": torch.bfloat16}),
+    "calibrated": (calibrated, (), {}),
     "signs": (signs, (), {}),
     "by hand": (averaged_by_hand, (), {}),
     "refusals": (refusals, (), {}),
@@ -377,7 +390,7 @@ def test_two_processes_train_like_one(name, ranks, alone):
 
 
 def test_processes_stay_equal_bit_for_bit(ranks):
-    for name in {**EQUAL, "bfloat16": None}:
+    for name in {**EQUAL, "bfloat16": None, "calibrated": None}:
         if name != "around the module":
             torch.testing.assert_close(ranks[0][name], ranks[1][name], rtol=0, atol=0)
 

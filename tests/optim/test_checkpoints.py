@@ -97,7 +97,7 @@ def test_states_of_other_optimizers():
     ours.load_state_dict(theirs.state_dict())
     ours.step()
     assert float(ours.state[w]["step"]) == 2
-    curvature = AdaHesScale([w])
+    curvature = AdaHesScale.paper([w])
     curvature.backward((w**2).sum())
     curvature.step()
     w.grad = torch.ones(1, dtype=torch.float64)

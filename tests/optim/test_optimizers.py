@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from training import OURS, batches, make_model, train, weight
+from training import OURS, assert_same, batches, make_model, train, weight
 
 import hesscale
-from hesscale.optim import GGNMC, AdaHesScale, AdaHessian
+from hesscale.optim import GGNMC, AdaHesScale, AdaHessian, SophiaG
 
 
 @pytest.mark.parametrize("optimizer", OURS)
@@ -127,9 +127,9 @@ def test_a_loss_without_its_parameters_does_nothing():
 
 def test_adahessian_averages_over_a_kernels_window():
     p = torch.randn(4, 3, 2, 2)
-    averaged = AdaHessian([nn.Parameter(p)], spatial_average=True).prepare(p)
+    averaged = AdaHessian([nn.Parameter(p)], spatial_average=True).prepare(p, p)
     torch.testing.assert_close(averaged, p.abs().mean((2, 3), keepdim=True).expand(4, 3, 2, 2))
-    assert AdaHessian([nn.Parameter(p)]).prepare(p) is p
+    assert AdaHessian([nn.Parameter(p)]).prepare(p, p) is p
 
 
 @pytest.mark.parametrize("optimizer", [AdaHessian, GGNMC])
@@ -139,3 +139,33 @@ def test_sampled_curvature_follows_its_generator(optimizer):
         train(model, optimizer(model.parameters(), lr=0.01, generator=torch.Generator().manual_seed(seed)), 5)
     assert torch.equal(models[0][0].weight, models[1][0].weight)
     assert not torch.equal(models[0][0].weight, models[2][0].weight)
+
+
+def test_sophia_by_hand():
+    """H = ρ-weighted average of the estimate; entries are clipped at ±1, and the estimate is drawn at every tenth step."""
+    model, other = make_model(), make_model()
+    optimizer = SophiaG(model.parameters(), lr=0.01, rho=20.0, weight_decay=0.1, generator=torch.Generator().manual_seed(5))
+    train(model, optimizer)
+    generator, params = torch.Generator().manual_seed(5), list(other.parameters())
+    M, H = ([torch.zeros_like(p) for p in params] for _ in range(2))
+    clipped = total = 0
+    for t, (x, y) in enumerate(batches(20)):
+        loss = F.cross_entropy(other(x), y)
+        if t % 10 == 0:
+            S = hesscale.estimators.estimate("ggn_mc", loss, params, generator=generator, retain_graph=True)
+            H = [0.99 * h + 0.01 * s for h, s in zip(H, S, strict=True)]
+        for l, (p, gradient) in enumerate(zip(params, torch.autograd.grad(loss, params), strict=True)):
+            M[l] = 0.96 * M[l] + 0.04 * gradient
+            ratio = M[l] / (20.0 * H[l]).clamp_min(1e-12)
+            clipped, total = clipped + int((ratio.abs() > 1).sum()), total + ratio.numel()
+            with torch.no_grad():
+                p.mul_(1 - 0.01 * 0.1).sub_(0.01 * ratio.clamp(-1, 1))
+    assert 0 < clipped < total
+    assert_same(model, [p.detach() for p in params], rtol=1e-7, atol=1e-9)
+
+
+def test_sophia_has_no_bounds_or_trust_region():
+    with pytest.raises(TypeError, match="SophiaG takes no option trust_radius"):
+        SophiaG([weight()], trust_radius=1.0)
+    with pytest.raises(ValueError, match="rho=0 is out of range"):
+        SophiaG([weight()], rho=0)

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from training import assert_same, make_model, pseudocode, train, weight
+from training import assert_same, make_model, paper, pseudocode, train, weight
 
 from hesscale.optim import AdaHesScale, AdaHesScaleGN, Adam
 
@@ -17,7 +17,7 @@ from hesscale.optim import AdaHesScale, AdaHesScaleGN, Adam
 def test_algorithm_3_and_scaled_adam(optimizer, squares, radius):
     model = make_model()
     reference, etas = pseudocode(copy.deepcopy(model), optimizer.method, 0.05, radius=radius, squares=squares)
-    opt = optimizer(model.parameters(), lr=0.05, trust_radius=radius)
+    opt = paper(optimizer)(model.parameters(), lr=0.05, trust_radius=radius)
     train(model, opt)
     assert_same(model, reference)
     assert any(eta < 1 for eta in etas) == (radius == 1e-4)
@@ -28,7 +28,7 @@ def test_algorithm_3_and_scaled_adam(optimizer, squares, radius):
 def test_eta_by_hand():
     """One weight 1 with L = ½ w², α = 0.5: U = 0.5, h = 0.25, so Δ = 0.02 gives η = √(0.04/0.25) = 0.4."""
     w = torch.ones(1, dtype=torch.float64, requires_grad=True)
-    opt = AdaHesScale([w], lr=0.5, eps=0, trust_radius=0.02)
+    opt = AdaHesScale.paper([w], lr=0.5, eps=0, trust_radius=0.02)
     opt.backward(0.5 * (w * w).sum())
     opt.step()
     torch.testing.assert_close(opt.eta[0], torch.tensor(0.4, dtype=torch.float64))
@@ -37,7 +37,7 @@ def test_eta_by_hand():
 
 def test_without_bias_correction_the_region_is_measured_by_the_raw_average():
     w = torch.ones(1, dtype=torch.float64, requires_grad=True)
-    opt = AdaHesScale([w], lr=0.5, eps=0, trust_radius=1e-3, bias_correction=False)
+    opt = AdaHesScale.paper([w], lr=0.5, eps=0, trust_radius=1e-3, bias_correction=False)
     opt.backward(0.5 * (w * w).sum())
     opt.step()
     h = math.sqrt(0.001) * 0.25  # √V = √((1 − β₂) 1²)
@@ -46,7 +46,7 @@ def test_without_bias_correction_the_region_is_measured_by_the_raw_average():
 
 def test_one_region_per_group():
     a, b = (torch.full((1,), value, dtype=torch.float64, requires_grad=True) for value in (1.0, 1.0))
-    opt = AdaHesScale([{"params": [a]}, {"params": [b]}], lr=0.5, eps=0, trust_radius=0.02, trust_region="group")
+    opt = AdaHesScale.paper([{"params": [a]}, {"params": [b]}], lr=0.5, eps=0, trust_radius=0.02, trust_region="group")
     opt.backward((0.5 * a * a + 50 * b * b).sum())
     opt.step()
     torch.testing.assert_close(torch.stack(opt.eta), torch.tensor([0.4, 0.04], dtype=torch.float64))
@@ -57,31 +57,31 @@ def test_one_optimizer_has_one_radius():
     a, b = (torch.ones(1, requires_grad=True) for _ in range(2))
     groups = [{"params": [a], "trust_radius": 1.0}, {"params": [b], "trust_radius": 2.0}]
     with pytest.raises(ValueError, match="trust_region='group'"):
-        AdaHesScale(groups)
-    AdaHesScale(groups, trust_region="group")
+        AdaHesScale.paper(groups)
+    AdaHesScale.paper(groups, trust_region="group")
 
 
 def test_one_optimizer_keeps_one_radius():
     """A radius that differs later, or in a state that is loaded, is refused before a step is made."""
     p, q = (torch.ones(1, requires_grad=True) for _ in range(2))
     groups = [{"params": [p]}, {"params": [q]}]
-    optimizer = AdaHesScale(groups, lr=0.5, trust_radius=1e-6)
+    optimizer = AdaHesScale.paper(groups, lr=0.5, trust_radius=1e-6)
     optimizer.param_groups[0]["trust_radius"] = 1e3
     optimizer.backward((p**2 + q**2).sum())
     with pytest.raises(ValueError, match="one trust region has one trust_radius"):
         optimizer.step()
     assert (p, q) == (1, 1)
-    saved = AdaHesScale(copy.deepcopy(groups), trust_region="group").state_dict()
+    saved = AdaHesScale.paper(copy.deepcopy(groups), trust_region="group").state_dict()
     saved["param_groups"][1]["trust_radius"] = 1e-3
     with pytest.raises(ValueError, match="one trust region has one trust_radius"):
-        AdaHesScale(groups).load_state_dict(saved)
+        AdaHesScale.paper(groups).load_state_dict(saved)
 
 
 def test_each_group_measures_with_its_own_decay_rates():
     def etas(order):
         a, b = (torch.ones(1, dtype=torch.float64, requires_grad=True) for _ in range(2))
         groups = [{"params": [a], "betas": (0.9, 0.5)}, {"params": [b], "betas": (0.9, 0.999), "bias_correction": False}]
-        opt = AdaHesScale(groups[::order], lr=0.5, eps=0, trust_radius=1e-4)
+        opt = AdaHesScale.paper(groups[::order], lr=0.5, eps=0, trust_radius=1e-4)
         for scale in (1, 3):
             opt.zero_grad()
             opt.backward((0.5 * scale * a * a + 5 * scale * b * b).sum())
@@ -93,7 +93,7 @@ def test_each_group_measures_with_its_own_decay_rates():
 
 def test_groups_that_take_no_part_keep_their_own_share():
     a, b = weight(), weight()
-    opt = AdaHesScale([{"params": [a]}, {"params": [b]}], lr=0.5, eps=0, trust_radius=1e-3, trust_region="group")
+    opt = AdaHesScale.paper([{"params": [a]}, {"params": [b]}], lr=0.5, eps=0, trust_radius=1e-3, trust_region="group")
     for parts in ([a], [a, b], [b]):
         opt.zero_grad()
         opt.backward(sum((part**2).sum() for part in parts))

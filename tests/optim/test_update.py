@@ -1,4 +1,4 @@
-"""Algorithm 2 and Adam against the paper's pseudocode, line by line in float64."""
+"""Algorithm 2 and Adam against the paper's paper, pseudocode, line by line in float64."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from training import DETERMINISTIC, assert_same, batches, make_model, pseudocode, train, weight
+from training import DETERMINISTIC, assert_same, batches, make_model, paper, pseudocode, train, weight
 
 import hesscale
 from hesscale.optim import GGNMC, AdaHesScale, AdaHessian, Adam
@@ -17,7 +17,7 @@ from hesscale.optim import GGNMC, AdaHesScale, AdaHessian, Adam
 def test_algorithm_2(optimizer):
     model = make_model()
     reference, _ = pseudocode(copy.deepcopy(model), optimizer.method, 0.01)
-    train(model, optimizer(model.parameters(), lr=0.01))
+    train(model, paper(optimizer)(model.parameters(), lr=0.01))
     assert_same(model, reference)
 
 
@@ -25,7 +25,7 @@ def test_algorithm_2(optimizer):
 def test_algorithm_2_with_sampled_curvature(optimizer):
     """The same draws, averaged as the pseudocode averages."""
     model, written = make_model(), make_model()
-    train(model, optimizer(model.parameters(), lr=0.01, num_samples=2, generator=torch.Generator().manual_seed(5)))
+    train(model, paper(optimizer)(model.parameters(), lr=0.01, num_samples=2, generator=torch.Generator().manual_seed(5)))
     generator, params = torch.Generator().manual_seed(5), list(written.parameters())
     M, V = ([torch.zeros_like(p) for p in params] for _ in range(2))
     for t, (x, y) in enumerate(batches(20), start=1):
@@ -66,7 +66,7 @@ def test_first_step_on_a_quadratic_bowl():
     a = torch.tensor([1e-2, 1.0, 1e4], dtype=torch.float64)
     w = torch.tensor([3.0, -2.0, 0.5], dtype=torch.float64, requires_grad=True)
     start = w.detach().clone()
-    opt = AdaHesScale([w], lr=0.1, eps=0)
+    opt = AdaHesScale.paper([w], lr=0.1, eps=0)
     opt.backward(0.5 * (a * w * w).sum())
     opt.step()
     torch.testing.assert_close(w.detach(), 0.9 * start)
@@ -83,7 +83,7 @@ def test_weights_wait_while_curvature_warms_up(optimizer, squares, radius, forea
     for steps in (count, count + 1, 20):
         reference, etas = pseudocode(make_model(), optimizer.method, 0.05, count=steps, **how)
         model = make_model()
-        opt = optimizer(model.parameters(), lr=0.05, trust_radius=radius, curvature_warmup=count, foreach=foreach)
+        opt = paper(optimizer)(model.parameters(), lr=0.05, trust_radius=radius, curvature_warmup=count, foreach=foreach)
         train(model, opt, steps)
         assert_same(model, reference)
         assert all(torch.equal(p, q) for p, q in zip(model.parameters(), make_model().parameters(), strict=True)) == (
@@ -102,8 +102,8 @@ def test_plain_adam_has_no_curvature_to_warm_up():
 
 def test_weight_decay_is_an_l2_penalty():
     model, other = make_model(), make_model()
-    train(model, AdaHesScale(model.parameters(), lr=0.01, weight_decay=0.3))
-    opt = AdaHesScale(other.parameters(), lr=0.01)
+    train(model, AdaHesScale.paper(model.parameters(), lr=0.01, weight_decay=0.3))
+    opt = AdaHesScale.paper(other.parameters(), lr=0.01)
     for x, y in batches(20):
         opt.zero_grad()
         opt.backward(F.cross_entropy(other(x), y) + 0.15 * sum((p * p).sum() for p in other.parameters()))
@@ -113,7 +113,7 @@ def test_weight_decay_is_an_l2_penalty():
 
 def test_decoupled_decay_shrinks_outside_the_update():
     w = torch.ones(1, dtype=torch.float64, requires_grad=True)
-    opt = AdaHesScale([w], lr=0.5, eps=0, trust_radius=0.02, weight_decay=0.1, decoupled_weight_decay=True)
+    opt = AdaHesScale.paper([w], lr=0.5, eps=0, trust_radius=0.02, weight_decay=0.1, decoupled_weight_decay=True)
     opt.backward(0.5 * (w * w).sum())
     opt.step()
     torch.testing.assert_close(w.detach(), torch.tensor([0.95 - 0.2], dtype=torch.float64))
@@ -121,7 +121,7 @@ def test_decoupled_decay_shrinks_outside_the_update():
 
 def test_decoupled_decay_keeps_its_digits_under_a_trust_region():
     w = weight()
-    opt = AdaHesScale([w], lr=1e-4, weight_decay=1e-4, decoupled_weight_decay=True, trust_radius=1e-30)
+    opt = AdaHesScale.paper([w], lr=1e-4, weight_decay=1e-4, decoupled_weight_decay=True, trust_radius=1e-30)
     opt.backward((w**2).sum())
     opt.step()
     assert float(1 - w) == pytest.approx(1e-8, rel=1e-3)
@@ -129,7 +129,7 @@ def test_decoupled_decay_keeps_its_digits_under_a_trust_region():
 
 def test_maximize():
     w = torch.ones(1, dtype=torch.float64, requires_grad=True)
-    opt = AdaHesScale([w], lr=0.1, eps=0, maximize=True)
+    opt = AdaHesScale.paper([w], lr=0.1, eps=0, maximize=True)
     opt.backward(-0.5 * (w * w).sum())
     opt.step()
     torch.testing.assert_close(w.detach(), torch.tensor([0.9], dtype=torch.float64))
@@ -137,7 +137,7 @@ def test_maximize():
 
 def test_maximize_with_weight_decay_is_the_negated_loss_with_a_penalty():
     w, v = (torch.tensor([1.0, -2.0], dtype=torch.float64, requires_grad=True) for _ in range(2))
-    up, down = AdaHesScale([w], lr=0.1, weight_decay=0.3, maximize=True), AdaHesScale([v], lr=0.1)
+    up, down = AdaHesScale.paper([w], lr=0.1, weight_decay=0.3, maximize=True), AdaHesScale.paper([v], lr=0.1)
     for _ in range(3):
         up.zero_grad()
         down.zero_grad()
@@ -152,8 +152,8 @@ def test_maximize_with_weight_decay_is_the_negated_loss_with_a_penalty():
 @pytest.mark.parametrize("optimizer", [AdaHesScale, Adam])
 def test_foreach_changes_nothing(optimizer, foreach):
     model, other = make_model(), make_model()
-    train(model, optimizer(model.parameters(), lr=0.01, trust_radius=1e-3, foreach=foreach))
-    train(other, optimizer(other.parameters(), lr=0.01, trust_radius=1e-3))
+    train(model, paper(optimizer)(model.parameters(), lr=0.01, trust_radius=1e-3, foreach=foreach))
+    train(other, paper(optimizer)(other.parameters(), lr=0.01, trust_radius=1e-3))
     assert_same(model, [p.detach() for p in other.parameters()])
 
 
@@ -162,7 +162,7 @@ def test_zero_curvature_never_ruins_the_other_weights(case):
     """U is infinite where nothing is known, and 0·∞ must not reach η."""
     eps, gradient, curvature = case
     w = weight(size=2, dtype=torch.float32)
-    opt = AdaHesScale([w], lr=1, eps=eps, trust_radius=1e-3)
+    opt = AdaHesScale.paper([w], lr=1, eps=eps, trust_radius=1e-3)
     w.grad, w.hess_diag = torch.tensor([gradient, 1.0]), torch.tensor([curvature, 1.0])
     opt.step()
     assert w.isfinite().all()

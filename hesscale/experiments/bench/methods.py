@@ -68,6 +68,8 @@ METHODS = Choices(
         method("our-adam"),
         method("adahesscale"),
         method("adahesscale-gn"),
+        method("adahesscale-default"),
+        method("adahesscale-gn-default"),
         method("adahesscale-every10"),
         method("adahesscale-bf16"),
         method("adahesscale-gn-bf16"),

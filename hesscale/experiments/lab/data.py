@@ -22,6 +22,7 @@ from torch import Tensor
 
 from .download import DataError as DataError
 from .download import Progress, fetch, unpack
+from .text import TEXTS, text_fingerprint
 
 DIGITS_FOR_TRAINING = 1500  # of 1797, in their order
 RECONSTRUCT = "numpy.core.multiarray._reconstruct"  # how pickles make an array
@@ -123,6 +124,8 @@ def load(name: str, root: str | Path | None = None) -> Dataset:
 @functools.lru_cache
 def fingerprint(name: str, root: str | Path | None = None) -> str:
     """A fingerprint that distinguishes data of the same name and shape."""
+    if name in TEXTS:
+        return text_fingerprint(name)
     found, digest = load(name, root), hashlib.sha256()
     for tensor in (found.train_images, found.train_labels, found.test_images, found.test_labels):
         digest.update(tensor.numpy().tobytes())

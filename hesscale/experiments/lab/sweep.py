@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from typing import Any, TypeVar, get_type_hints
 
 import torch
 
+from ...errors import CurvatureWarning
 from .experiment import Experiment
 from .store import Store, Task, key_of
 
@@ -197,7 +199,9 @@ def unknown(_: Any) -> Any:
 def attempt(experiment: Experiment, store: Store, tasks: Sequence[Task], data: Path | None, command: str) -> list[str]:
     """Do tasks together. Returns the error of each, or an empty string; the traceback is stored with its run."""
     try:
-        problems = experiment.do_together(store, tasks, data, command)
+        with warnings.catch_warnings():  # the paper's optimizers are compared as they are
+            warnings.filterwarnings("ignore", ".*times the step size", CurvatureWarning)
+            problems = experiment.do_together(store, tasks, data, command)
     except Exception as error:
         if len(tasks) > 1:  # one by one, to find out which of them fails
             return [attempt(experiment, store, [task], data, command)[0] for task in tasks]

@@ -1,0 +1,83 @@
+"""Bounds on the update U = factor · M ⊘ D. They are not in the paper, and each of them only changes the denominator D.
+
+    damping δ       D ← D + δ mean(D)                      damp
+    update_clip γ   D ← max(D, |M̂|/γ)                      clip_entries: no entry of M̂ ⊘ D exceeds γ
+    graft           D ← D ‖M̂ ⊘ D‖ / ‖A‖                    match_adam: U is as long as Adam's update αA
+    graft_cap c     D ← D max(1, ‖M̂ ⊘ D‖ / (c‖A‖))         match_adam: U is at most c times as long
+
+Means and lengths are those of one parameter tensor, and A = M̂ ⊘ (√V̂ of the gradient + ε).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .scalars import is_nonzero, materialize
+
+if TYPE_CHECKING:
+    from .batches import Batch
+
+NEUTRAL: dict[str, Any] = {"damping": 0.0, "update_clip": None, "graft": False, "graft_cap": None}  # no bounds, as in the paper
+SAFE_DAMPING, SAFE_GRAFT_CAP = 0.03, 3.0  # the defaults of AdaHesScale and AdaHesScaleGN
+LONG_ENTRY = 100  # times the step size; a longer entry in one of the first WATCHED_STEPS steps draws a warning
+WATCHED_STEPS = 10
+
+
+def needs_adam(group: dict[str, Any]) -> bool:
+    """Whether the length of Adam's update is needed, and with it an average of squared gradients."""
+    return bool(group["graft"]) or group["graft_cap"] is not None
+
+
+def damp(batch: Batch, denominators: list[Tensor]) -> None:
+    """D ← D + δ mean(D), for D = √V before ε is added."""
+    damping = batch.group["damping"]
+    if is_nonzero(damping):
+        means = [norm * damping / count for norm, count in zip(norms(batch, denominators, 1), batch.sizes(), strict=True)]
+        torch._foreach_add_(denominators, for_entries(batch, means))
+
+
+def clip_entries(batch: Batch, denominators: list[Tensor], ratios: list[Any]) -> None:
+    """D ← max(D, |M̂|/γ). The update without its step size is ratio · M ⊘ D."""
+    limit = batch.group["update_clip"]
+    if limit is not None:
+        least = list(torch._foreach_abs(batch.momenta))
+        torch._foreach_mul_(least, materialize([ratio / limit for ratio in ratios]))
+        torch._foreach_maximum_(denominators, least)
+
+
+def match_adam(batch: Batch, denominators: list[Tensor], adam: list[Tensor], adam_ratios: list[Any]) -> None:
+    """Give each tensor's update the length of Adam's, or with ``graft_cap=c`` at most c times that length.
+
+    The updates are M ⊘ D and M ⊘ ``adam``, and Adam's is adam_ratio times as long beside the other as that says.
+    """
+    graft, cap = batch.group["graft"], batch.group["graft_cap"]
+    lengths = norms(batch, list(torch._foreach_div(batch.momenta, denominators)), 2)
+    targets = norms(batch, list(torch._foreach_div(batch.momenta, adam)), 2)
+    torch._foreach_mul_(targets, materialize([ratio * (1 if graft else cap) for ratio in adam_ratios]))
+    excess = list(torch._foreach_div(lengths, targets))
+    if graft:
+        excess = [torch.where(length > 0, ratio, 1.0) for ratio, length in zip(excess, lengths, strict=True)]
+    else:
+        excess = [torch.where(ratio > 1, ratio, 1.0) for ratio in excess]  # 0/0 is not greater than 1
+    torch._foreach_mul_(denominators, for_entries(batch, excess))
+
+
+def norms(batch: Batch, tensors: list[Tensor], order: int) -> list[Tensor]:
+    """The norm of each parameter's part, at least in single precision; for a pack, one tensor with the norms of all its parts."""
+    if batch.pack is not None:
+        powers = tensors[0] if order == 1 else tensors[0].square()  # a denominator is not negative
+        sums = torch.segment_reduce(powers, "sum", lengths=batch.pack.sizes)
+        return [sums if order == 1 else sums.sqrt_()]
+    dtype = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
+    return list(torch._foreach_norm(tensors, order, dtype=dtype))
+
+
+def for_entries(batch: Batch, numbers: list[Tensor]) -> list[Tensor]:
+    """Numbers of the parameters in a form that combines with their entries."""
+    if batch.pack is not None:
+        return [numbers[0].repeat_interleave(batch.pack.sizes, output_size=batch.pack.update.numel())]
+    dtype = batch.momenta[0].dtype
+    return materialize([number.to(dtype) for number in numbers])
