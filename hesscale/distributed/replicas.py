@@ -28,10 +28,16 @@ def note_wrapper(module: nn.Module, name: str, child: nn.Module | None) -> None:
         note(module)
 
 
+def note_earlier_modules() -> None:
+    """Find what was made before hesscale was imported. Without a process group there can be none."""
+    if distributed.is_available() and distributed.is_initialized():
+        for thing in gc.get_objects():
+            if issubclass(type(thing), DistributedDataParallel):
+                note(thing)
+
+
 register_module_module_registration_hook(note_wrapper)
-if distributed.is_available() and distributed.is_initialized():  # some may have been made before hesscale was imported
-    for found in [thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel)]:
-        note(found)
+note_earlier_modules()
 
 
 def replicated_modules() -> Iterator[DistributedDataParallel]:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hesscale
-from hesscale.distributed import averaging
+from hesscale.distributed import averaging, replicas
 
 STEPS = 10
 ROOT = Path(__file__).parents[2]
@@ -225,6 +225,16 @@ def without_sequence_numbers(rank):
         return accumulated(rank)
 
 
+def imported_late(rank):
+    """DDP modules that were made before hesscale was imported."""
+    model = build(perceptron, rank)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replicas, "_known", [])
+        replicas.note_earlier_modules()
+        hesscale.backward(loss_of(model, *part(batch((4,), 0), rank)))
+    return [p.hess_diag for p in model.parameters()]
+
+
 def averaged_by_hand(rank):
     """Hooks of the user average the gradients: what is said."""
     model = build(perceptron, None)
@@ -342,6 +352,7 @@ EQUAL = {
     "find_unused_parameters": (trained, ("GPT",), {"ddp": {"find_unused_parameters": True}}),
     "no_sync": (accumulated, (), {}),
     "forward alone in no_sync": (accumulated, (), {"forward_only": True}),
+    "imported late": (imported_late, (), {}),
     "no sequence numbers": (without_sequence_numbers, (), {}),
     "curvature_every": (occasional, (), {}),
     "unused parameters": (unused, (), {}),
