@@ -14,7 +14,7 @@ from torch import Tensor, distributed
 from ..errors import UnsupportedOperator
 
 FSDP = (
-    "{} has sharded a parameter of this model. Their Hessian diagonals are not supported: they would be lost when "
+    "{} has sharded a parameter of this model. Its Hessian diagonal is not supported: it would be lost when "
     "the gradients are sharded again. Nothing has changed. Train the model without FSDP, or under DistributedDataParallel"
 )
 
