@@ -90,19 +90,28 @@ def pull(seeds: dict[Edge, Tensor], targets: Sequence[Edge], stops: Collection[N
     Unlike autograd's own, it runs no hooks that users put on tensors, retains no gradients, and treats the tensors where it
     stops as independent of each other.
     """
-    at = dict(seeds)
+    metas: dict[Node, Any] = {}  # of the tensors that a node has made; reading them takes as long as a small operator
+    at: dict[Node, list[Tensor | None]] = {}
+    for (node, index), seed in seeds.items():
+        metas[node] = node._input_metadata
+        at.setdefault(node, [None] * len(metas[node]))[index] = seed
     order = topological(*(node for node, _ in seeds), stops=stops)
     for node in leading_to([node for node in order if node not in stops], targets):
-        cotangents = [at.get((node, i)) for i in range(len(node._input_metadata))]
-        if all(cotangent is None for cotangent in cotangents):
+        cotangents = at.get(node)
+        if cotangents is None:
             continue
-        for edge, share in zip(node.next_functions, call(node, cotangents), strict=True):
-            if edge[0] is not None and share is not None:
-                meta = metadata(edge)
-                share = share.to(meta.dtype) if share.dtype != meta.dtype else share
-                share = share.sum_to_size(meta.shape) if list(share.shape) != meta.shape else share
-                at[edge] = share if edge not in at else at[edge] + share
-    return {target: at[target] for target in targets if target in at}
+        for (child, index), share in zip(node.next_functions, call(node, cotangents), strict=True):
+            if child is None or share is None:
+                continue
+            if child not in at:
+                metas[child] = child._input_metadata
+                at[child] = [None] * len(metas[child])
+            meta, present = metas[child][index], at[child][index]
+            share = share.to(meta.dtype) if share.dtype != meta.dtype else share
+            share = share.sum_to_size(meta.shape) if list(share.shape) != meta.shape else share
+            at[child][index] = share if present is None else present + share
+    found = {(node, index): at[node][index] for node, index in targets if node in at}
+    return {target: value for target, value in found.items() if value is not None}
 
 
 class SeparatePass(torch.autograd.Function):
