@@ -54,6 +54,19 @@ def topological(*roots: Node, stops: Collection[Node] = ()) -> list[Node]:
     return order
 
 
+def reaches(root: Node, tensors: Collection[int]) -> bool:
+    """Whether any of these leaves, given by the ids of their tensors, is below a node. Stops at the first that it meets."""
+    seen, stack = {root}, [root]
+    while stack:
+        node = stack.pop()
+        if node.name() == LEAF and id(node.variable) in tensors:
+            return True
+        new = [child for child, _ in node.next_functions if child is not None and child not in seen]
+        seen.update(new)
+        stack += new
+    return False
+
+
 def leading_to(order: list[Node], targets: Iterable[Edge]) -> list[Node]:
     """The nodes of ``order`` that take an input from these tensors, or from a node that leads to them."""
     needed = {node for node, _ in targets}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..engine.backward import is_own_pass, own_pass
-from ..engine.nodes import edge_of, topological
+from ..engine.nodes import edge_of, reaches
 from . import CurvatureOptimizer
 
 _lock = threading.Lock()
@@ -121,14 +121,10 @@ def captured_backward(
 
 def due_optimizers(loss: Tensor, captures: list[Capture]) -> list[tuple[CurvatureOptimizer, dict[str, Any]]]:
     """The captured optimizers whose curvature is due and that have a parameter in this loss's graph, with their options."""
-    reached: set[Any] = set()
     found: dict[CurvatureOptimizer, dict[str, Any]] = {}
     for block in captures:
         for optimizer in block.optimizers:
-            if not optimizer.is_curvature_due:
-                continue
-            reached = reached or set(topological(edge_of(loss)[0]))
-            if any(edge_of(p)[0] in reached for p in optimizer.parameters()):
+            if optimizer.is_curvature_due and reaches(edge_of(loss)[0], {id(p) for p in optimizer.parameters()}):
                 scaler = block.scaler
                 scale = {} if scaler is None else {"scale": scaler.scale(torch.ones((), device=loss.device))}
                 found[optimizer] = {**block.options, **scale}
