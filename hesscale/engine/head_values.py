@@ -18,7 +18,7 @@ from torch import Tensor
 from ..errors import NeedsEagerPass
 from .block_structure import MAX_PRODUCTS, Block, BlockStructure, Probes, candidate_blocks, warn
 from .head_structure import Head
-from .nodes import Edge, Node, edge_of, is_once_differentiable, metadata, pull
+from .nodes import Edge, Node, edge_of, is_once_differentiable, metadata, pull, pull_through
 
 MAX_ROWS, MAX_NUMBERS = 64, 2**24  # products in one batch, and numbers in their vectors
 MAX_KEPT_NUMBERS = 2**16  # in vectors that are kept from pass to pass
@@ -41,7 +41,7 @@ def exact_diagonals(loss: Tensor, head: Head) -> dict[Edge, Exact]:
     stops = {node for node, _ in head.ends}
     with torch.enable_grad():
         try:
-            gradients = pull({edge_of(loss): torch.ones_like(loss)}, list(head.inexact), stops)
+            gradients = pull_through(head.path, {edge_of(loss): torch.ones_like(loss)}, head.inexact)
             for edge, structure in head.inexact.items():
                 gradient = gradients.get(edge)
                 if head.has_custom_functions and (gradient is None or not gradient.requires_grad):

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 Node = Any  # torch.autograd.graph.Node, whose saved attributes no type checker knows
@@ -81,7 +82,7 @@ def leading_to(order: list[Node], targets: Iterable[Edge]) -> list[Node]:
 
 def call(node: Node, cotangents: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
     """Jᵀv of a node's inputs, one per edge, as its backward computes it; called from Python, so that no hook runs."""
-    if not hasattr(node, "_forward_cls"):
+    if not is_custom_function(node):
         pulled = node(*cotangents)
         pulled = pulled if isinstance(pulled, tuple) else (pulled,)
         override = BACKWARD_OVERRIDES.get(node.name())
@@ -89,6 +90,11 @@ def call(node: Node, cotangents: Sequence[Tensor | None]) -> Sequence[Tensor | N
     zeros = [torch.zeros(m.shape, dtype=m.dtype, device=m.device) for m in node._input_metadata]
     pulled = node.apply(*[z if v is None else v for v, z in zip(cotangents, zeros, strict=True)])
     return per_edge(node, pulled if isinstance(pulled, tuple) else (pulled,))
+
+
+def is_custom_function(node: Node) -> bool:
+    """Whether a node belongs to a torch.autograd.Function that is written in Python."""
+    return isinstance(node, BackwardCFunction)
 
 
 def per_edge(node: Node, values: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -103,13 +109,18 @@ def pull(seeds: dict[Edge, Tensor], targets: Sequence[Edge], stops: Collection[N
     Unlike autograd's own, it runs no hooks that users put on tensors, retains no gradients, and treats the tensors where it
     stops as independent of each other.
     """
-    metas: dict[Node, Any] = {}  # of the tensors that a node has made; reading them takes as long as a small operator
+    order = topological(*(node for node, _ in seeds), stops=stops)
+    return pull_through(leading_to([node for node in order if node not in stops], targets), seeds, targets)
+
+
+def pull_through(path: Iterable[Node], seeds: dict[Edge, Tensor], targets: Iterable[Edge]) -> dict[Edge, Tensor]:
+    """:func:`pull` through nodes that are known to lead from ``seeds`` to ``targets``, in topological order."""
+    metas: dict[Node, Any] = {}  # of what a node has made; to read them takes as long as a small operator
     at: dict[Node, list[Tensor | None]] = {}
     for (node, index), seed in seeds.items():
         metas[node] = node._input_metadata
         at.setdefault(node, [None] * len(metas[node]))[index] = seed
-    order = topological(*(node for node, _ in seeds), stops=stops)
-    for node in leading_to([node for node in order if node not in stops], targets):
+    for node in path:
         cotangents = at.get(node)
         if cotangents is None:
             continue

@@ -87,7 +87,7 @@ class Propagation:
         if not self.uses_double_backward or not head.inexact:
             return frozenset()
         keys = {(self.nodes[index], i): (index, i) for index, i in head.inexact}
-        found = exact_diagonals(self.loss, relabel_head(head, self.nodes))
+        found = exact_diagonals(self.loss, relabel_head(head, self.nodes, with_steps=False))
         self.diagonals = {keys[edge]: fit(exact.diagonal, self.schedule.targets[keys[edge]]) for edge, exact in found.items()}
         return frozenset(self.diagonals)
 

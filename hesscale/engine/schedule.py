@@ -213,13 +213,15 @@ def relabel_step(step: Step, labels: Labels) -> Step:
     return Step(labels[node], rule, tuple([(child if child is None else labels[child], i) for child, i in edges]), repeated)
 
 
-def relabel_head(head: Head, labels: Labels) -> Head:
-    """A head with indices for its nodes, or nodes for its indices."""
+def relabel_head(head: Head, labels: Labels, *, with_steps: bool = True) -> Head:
+    """A head with indices for its nodes, or nodes for its indices. Double backward needs no steps."""
     return Head(
-        frozenset([labels[node] for node in head.nodes]),
-        [relabel_step(step, labels) for step in head.steps],
+        frozenset([labels[node] for node in head.nodes]) if with_steps else frozenset(),
+        [relabel_step(step, labels) for step in head.steps] if with_steps else [],
         frozenset([(labels[node], i) for node, i in head.ends]),
         {(labels[node], i): structure for (node, i), structure in head.inexact.items()},
+        [labels[node] for node in head.path],
+        head.has_custom_functions,
     )
 
 
