@@ -21,7 +21,7 @@ from ..rules import Rule
 from .block_structure import MAX_PRODUCTS, BlockStructure
 from .cache import BoundedCache
 from .dispatch import Step, is_constant_product
-from .nodes import Edge, Node, is_custom_function, leading_to, metadata
+from .nodes import Edge, Node, Path, is_custom_function, leading_to, metadata
 
 MAX_STRUCTURES = 1000
 WORK_PER_NUMBER = 32  # multiplications of a matrix product that take as long as reading and writing a number
@@ -38,7 +38,7 @@ class Head:
     steps: list[Step]
     ends: frozenset[Edge]
     inexact: dict[Edge, BlockStructure]
-    path: list[Node]  # the nodes that lead to inexact tensors, in topological order
+    path: Path  # what leads to inexact tensors
     has_custom_functions: bool
 
     @staticmethod
@@ -79,7 +79,8 @@ def find_head(steps: Sequence[Step], outputs: set[Edge] | None, requested: Colle
     inexact = {tensors[i]: structure for i, structure in structures.items() if is_needed(tensors[i])}
     if any(metadata(tensor).dtype.is_complex for tensor in inexact):
         raise UnsupportedOperator("the model's outputs are complex; pass outputs= with real ones, or head='rules'")
-    path = leading_to([step.node for step in inside], inexact)
+    leading = set(leading_to([step.node for step in inside], inexact))
+    path = [(step.node, step.edges) for step in inside if step.node in leading]
     return Head(nodes, inside, ends, inexact, path, any(is_custom_function(step.node) for step in inside))
 
 

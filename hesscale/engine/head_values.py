@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from ..errors import NeedsEagerPass
 from .block_structure import MAX_PRODUCTS, Block, BlockStructure, Probes, candidate_blocks, warn
 from .head_structure import Head
-from .nodes import Edge, Node, edge_of, is_once_differentiable, metadata, pull, pull_through
+from .nodes import Edge, Node, edge_of, is_once_differentiable, metadata, path_to, pull_through
 
 MAX_ROWS, MAX_NUMBERS = 64, 2**24  # products in one batch, and numbers in their vectors
 MAX_KEPT_NUMBERS = 2**16  # in vectors that are kept from pass to pass
@@ -33,15 +33,19 @@ class Exact(NamedTuple):
     products: int
 
 
-def exact_diagonals(loss: Tensor, head: Head) -> dict[Edge, Exact]:
-    """Diagonals of the loss at the head's inexact tensors, by double backward through the head alone."""
+def exact_diagonals(loss: Tensor, head: Head, metas: dict[Node, Any] | None = None) -> dict[Edge, Exact]:
+    """Diagonals of the loss at the head's inexact tensors, by double backward through the head alone.
+
+    ``metas`` has the metadata of what nodes have made, as far as they have been read.
+    """
+    metas = {} if metas is None else metas
     found: dict[Edge, Exact] = {}
     if not head.inexact:
         return found
     stops = {node for node, _ in head.ends}
     with torch.enable_grad():
         try:
-            gradients = pull_through(head.path, {edge_of(loss): torch.ones_like(loss)}, head.inexact)
+            gradients = pull_through(head.path, {edge_of(loss): torch.ones_like(loss)}, head.inexact, metas)
             for edge, structure in head.inexact.items():
                 gradient = gradients.get(edge)
                 if head.has_custom_functions and (gradient is None or not gradient.requires_grad):
@@ -247,9 +251,11 @@ def largest(tensor: Tensor) -> Tensor | float:
 def hessian_vector_products(gradient: Tensor, edge: Edge, stops: set[Node], rows: Tensor) -> Tensor:
     """∂(g·v)/∂x for every row v, batched where PyTorch can batch it."""
     source = edge_of(gradient)
+    path, metas = path_to([edge], source[0], stops=stops), dict[Node, Any]()
 
     def product(row: Tensor) -> Tensor:
-        return pull({source: row}, [edge], stops).get(edge, torch.zeros_like(row))
+        found = pull_through(path, {source: row}, [edge], metas).get(edge)
+        return torch.zeros_like(row) if found is None else found
 
     with torch.no_grad():
         if len(rows) == 1:  # which vmap would only slow down

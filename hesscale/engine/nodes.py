@@ -109,31 +109,61 @@ def pull(seeds: dict[Edge, Tensor], targets: Sequence[Edge], stops: Collection[N
     Unlike autograd's own, it runs no hooks that users put on tensors, retains no gradients, and treats the tensors where it
     stops as independent of each other.
     """
-    order = topological(*(node for node, _ in seeds), stops=stops)
-    return pull_through(leading_to([node for node in order if node not in stops], targets), seeds, targets)
+    return pull_through(path_to(targets, *(node for node, _ in seeds), stops=stops), seeds, targets, {})
 
 
-def pull_through(path: Iterable[Node], seeds: dict[Edge, Tensor], targets: Iterable[Edge]) -> dict[Edge, Tensor]:
-    """:func:`pull` through nodes that are known to lead from ``seeds`` to ``targets``, in topological order."""
-    metas: dict[Node, Any] = {}  # of what a node has made; to read them takes as long as a small operator
+Path = Sequence[tuple[Node, Sequence[Edge]]]  # nodes in topological order, each with its next_functions, which take long to read
+
+
+def path_to(targets: Iterable[Edge], *roots: Node, stops: Collection[Node]) -> Path:
+    """The nodes that lead from the roots to these tensors without passing a stop."""
+    path: list[tuple[Node, Sequence[Edge]]] = []
+    needed = {node for node, _ in targets}
+    edges_of: dict[Node, Sequence[Edge]] = {}
+    stack = [root for root in roots if root not in stops]
+    while stack:
+        node = stack.pop()
+        if node is None:  # everything below the next entry is done
+            node = stack.pop()
+            edges = edges_of[node]
+            for child, _ in edges:
+                if child in needed:
+                    needed.add(node)
+                    path.append((node, edges))
+                    break
+        elif node not in edges_of:
+            edges = edges_of[node] = node.next_functions
+            stack += (node, None)
+            stack += [child for child, _ in edges if child is not None and child not in edges_of and child not in stops]
+    path.reverse()
+    return path
+
+
+def pull_through(path: Path, seeds: dict[Edge, Tensor], targets: Iterable[Edge], metas: dict[Node, Any]) -> dict[Edge, Tensor]:
+    """:func:`pull` through nodes that are known to lead from ``seeds`` to ``targets``.
+
+    ``metas`` has the metadata of what nodes have made, as far as they have been read; the others are added.
+    """
     at: dict[Node, list[Tensor | None]] = {}
+
+    def cotangents_of(node: Node) -> list[Tensor | None]:
+        if node not in metas:
+            metas[node] = node._input_metadata
+        return at.setdefault(node, [None] * len(metas[node]))
+
     for (node, index), seed in seeds.items():
-        metas[node] = node._input_metadata
-        at.setdefault(node, [None] * len(metas[node]))[index] = seed
-    for node in path:
-        cotangents = at.get(node)
-        if cotangents is None:
+        cotangents_of(node)[index] = seed
+    for node, edges in path:
+        if node not in at:
             continue
-        for (child, index), share in zip(node.next_functions, call(node, cotangents), strict=True):
+        for (child, index), share in zip(edges, call(node, at[node]), strict=True):
             if child is None or share is None:
                 continue
-            if child not in at:
-                metas[child] = child._input_metadata
-                at[child] = [None] * len(metas[child])
-            meta, present = metas[child][index], at[child][index]
+            cotangents = at.get(child) or cotangents_of(child)
+            meta, present = metas[child][index], cotangents[index]
             share = share.to(meta.dtype) if share.dtype != meta.dtype else share
             share = share.sum_to_size(meta.shape) if list(share.shape) != meta.shape else share
-            at[child][index] = share if present is None else present + share
+            cotangents[index] = share if present is None else present + share
     found = {(node, index): at[node][index] for node, index in targets if node in at}
     return {target: value for target, value in found.items() if value is not None}
 

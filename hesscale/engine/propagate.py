@@ -16,7 +16,7 @@ from .checkpointing import saved_tensors_stay
 from .dispatch import check_data, diagonal_dtype
 from .head_values import exact_diagonals
 from .nodes import Node, edge_of
-from .schedule import Graph, Instruction, TensorKey, relabel_head, schedule_for, walk
+from .schedule import Graph, Instruction, TensorKey, head_in, schedule_for, walk
 
 Result = TypeVar("Result")
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
@@ -49,6 +49,7 @@ class Propagation:
             (method, head, fallback, curvature_dtype),
         )
         self.kept = self.schedule.requested
+        self.graph = graph
         self.nodes = graph.nodes
         self.loss = loss
         self.product_dtype = curvature_dtype
@@ -87,7 +88,7 @@ class Propagation:
         if not self.uses_double_backward or not head.inexact:
             return frozenset()
         keys = {(self.nodes[index], i): (index, i) for index, i in head.inexact}
-        found = exact_diagonals(self.loss, relabel_head(head, self.nodes, with_steps=False))
+        found = exact_diagonals(self.loss, head_in(self.graph, head), self.graph.metas)
         self.diagonals = {keys[edge]: fit(exact.diagonal, self.schedule.targets[keys[edge]]) for edge, exact in found.items()}
         return frozenset(self.diagonals)
 
