@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from threading import Lock
 
 import torch
@@ -23,10 +23,11 @@ RETRY_INTERVAL = 100  # passes
 MAX_PRODUCTS = 1024  # Hessian-vector products for one tensor
 
 
-def candidate_blocks(rank: int) -> list[Block]:
+@cache
+def candidate_blocks(rank: int) -> tuple[Block, ...]:
     """The blocks to try, cheapest first. The last one, all dimensions, is always right."""
     candidates: list[Block] = [(), (rank - 1,), (1,), tuple(range(1, rank)), tuple(range(rank))]
-    return list(dict.fromkeys(block for block in candidates if all(0 <= d < rank for d in block)))
+    return tuple(dict.fromkeys(block for block in candidates if all(0 <= d < rank for d in block)))
 
 
 @dataclass(frozen=True, eq=False)

@@ -138,21 +138,25 @@ class Schedule:
         must_wait = {index for index, _ in self.requested | known}
         fused: dict[int, Instruction] = {}
         hooked: list[Instruction] = []
+        unwanted = known | {key for key in self.targets if key[0] in superfluous and key not in self.requested}
         for step in reversed(self.steps):
-            instruction = self.instruction(step, known, fused)
+            if step.node in superfluous:
+                continue
+            instruction = self.instruction(step, unwanted, fused)
             if consumers[step.node] < 2 and step.node not in must_wait and not self.waits_for_gradient(instruction):
                 fused[step.node] = instruction
-            elif step.node not in superfluous:
+            else:
                 hooked.append(instruction)
         return hooked
 
-    def instruction(self, step: Step, known: frozenset[TensorKey], fused: dict[int, Instruction]) -> Instruction:
+    def instruction(self, step: Step, unwanted: frozenset[TensorKey], fused: dict[int, Instruction]) -> Instruction:
+        """What is done at a node, whose shares for ``unwanted`` tensors are dropped if the node is in the head."""
         index, rule, edges, repeated = step
         outputs = tuple([(index, i) for i in range(self.num_outputs[index])])
         if rule is None:
             return Instruction(index, None, outputs, (), False, False, False, True)
         function, in_head = step.function, index in self.head.nodes
-        targets = [None if in_head and key in known else self.targets.get(key) for key in edges]
+        targets = [None if in_head and key in unwanted else self.targets.get(key) for key in edges]
         targets = [target and target._replace(fused=fused.get(target.key[0])) for target in targets]
         if rule.transposed is not None and not repeated:
             last = targets[-1] and targets[-1].fused
