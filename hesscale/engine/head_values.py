@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C import _functorch as functorch
 
 from ..errors import NeedsEagerPass
 from .block_structure import MAX_PRODUCTS, Block, BlockStructure, Probes, candidate_blocks, warn
@@ -23,6 +24,7 @@ from .nodes import Edge, Node, edge_of, is_once_differentiable, metadata, path_t
 MAX_ROWS, MAX_NUMBERS = 64, 2**24  # products in one batch, and numbers in their vectors
 MAX_KEPT_NUMBERS = 2**16  # in vectors that are kept from pass to pass
 ROUNDED_TERMS = 32  # of the size of the gradient, in one second derivative
+_has_mapped = False
 CANNOT = "PyTorch cannot differentiate this loss twice; the diagonal at the outputs is that of the rules"
 
 
@@ -261,8 +263,22 @@ def hessian_vector_products(gradient: Tensor, edge: Edge, stops: set[Node], rows
         if len(rows) == 1:  # which vmap would only slow down
             return product(rows[0]).unsqueeze(0)
         try:
-            return torch.vmap(product)(rows)
+            return map_rows(product, rows)
         except RuntimeError as error:
             if "vmap" not in str(error).lower() and "batch" not in str(error).lower():
                 raise
         return torch.stack([product(row) for row in rows])
+
+
+def map_rows(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+    """``torch.vmap(function)(rows)``, without its handling of other arguments, which takes as long as ten small operators."""
+    global _has_mapped
+    if torch.compiler.is_compiling() or not _has_mapped:
+        _has_mapped = True  # the first call of torch.vmap registers rules for operators
+        return torch.vmap(function)(rows)
+    level = functorch._vmap_increment_nesting(len(rows), "error")
+    try:
+        mapped = function(functorch._add_batch_dim(rows, 0, level))
+        return functorch._remove_batch_dim(mapped, level, len(rows), 0)
+    finally:
+        functorch._vmap_decrement_nesting()
