@@ -166,6 +166,15 @@ def test_products_in_several_batches_and_without_vmap(monkeypatch):
     torch.testing.assert_close(in_batches, one_by_one)
 
 
+def test_a_tensor_inside_the_head_is_served_where_all_below_it_is_known():
+    """Double backward gives the diagonal at z, so nothing below the expectation is asked of the rules, but it itself is."""
+    z = output()
+    expectation = (z.softmax(-1) * ACTION).sum(-1)
+    loss = expectation.square().mean()
+    truth = [hessian_diagonal(loss, expectation), hessian_diagonal(loss, z)]
+    torch.testing.assert_close(list(hesscale.grad(loss, [expectation, z])[1]), truth)
+
+
 def test_nothing_is_learned_from_a_flat_start():
     """Zero advantage: no curvature shows, so nothing is learned about which entries interact."""
     z = output()
