@@ -18,7 +18,7 @@ from .dispatch import check_data, diagonal_dtype
 from .freed import check_not_freed
 from .head_values import exact_diagonals
 from .nodes import Node, edge_of
-from .schedule import Graph, Instruction, TensorKey, relabel_head, schedule_for, walk
+from .schedule import Graph, Instruction, TensorKey, head_in, schedule_for, walk
 from .sharding import check_unsharded
 
 Result = TypeVar("Result")
@@ -54,6 +54,7 @@ class Propagation:
         )
         check_not_freed(graph.nodes, self.schedule.saved_attributes)
         self.kept = self.schedule.requested
+        self.graph = graph
         self.nodes = graph.nodes
         self.loss = loss
         self.product_dtype = curvature_dtype
@@ -96,7 +97,7 @@ class Propagation:
         if not self.uses_double_backward or not head.inexact:
             return frozenset()
         keys = {(self.nodes[index], i): (index, i) for index, i in head.inexact}
-        found = exact_diagonals(self.loss, relabel_head(head, self.nodes))
+        found = exact_diagonals(self.loss, head_in(self.graph, head), self.graph.metas)
         self.diagonals = {keys[edge]: fit(exact.diagonal, self.schedule.targets[keys[edge]]) for edge, exact in found.items()}
         return frozenset(self.diagonals)
 
