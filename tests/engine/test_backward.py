@@ -897,6 +897,19 @@ def test_scripted_functions_are_refused():
     assert "PYTORCH_JIT=0" in said
 
 
+@pytest.mark.parametrize("orthogonal_map", ["matrix_exp", "householder"])
+def test_orthogonal_layers_are_refused_with_the_map_that_is_not(orthogonal_map):
+    def loss(orthogonal_map):
+        layer = nn.utils.parametrizations.orthogonal(nn.Linear(3, 3), orthogonal_map=orthogonal_map)
+        return layer(torch.ones(2, 3)).tanh().square().sum(), list(layer.parameters())
+
+    value, parameters = loss(orthogonal_map)
+    assert "orthogonal_map='cayley'" in refuses(value, "no curvature rule for Linalg", parameters)
+    value, parameters = loss("cayley")
+    hesscale.backward(value)
+    assert all(p.hess_diag.isfinite().all() and p.hess_diag.any() for p in parameters)
+
+
 def gated(x: torch.Tensor) -> torch.Tensor:
     return torch.tanh(x) * x
 
