@@ -882,6 +882,7 @@ def test_compiled_functions_are_refused():
     model = torch.compile(perceptron(), backend="aot_eager")
     said = refuses(loss_of(model), "CompiledFunctionBackward", list(model.parameters()))
     assert "set_stance('force_eager')" in said
+    assert "hesscale.compile_step" in said
     with torch.compiler.set_stance("force_eager"):
         hesscale.backward(loss_of(model))
 
