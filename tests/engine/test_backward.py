@@ -817,6 +817,12 @@ def test_sparse_tensors_are_refused(name, fallback):
     assert "sparse" in refuses(SPARSE[name](x), "Backward", [x], fallback).lower()
 
 
+def test_reductions_over_a_sparse_adjacency_are_refused_in_the_words_of_graph_networks():
+    x = torch.randn(3, 2, requires_grad=True)
+    constant = sparse_matrix(torch.tensor([1.0, 2.0, 3.0])).to_sparse_csr()
+    assert "edge_index" in refuses(torch.sparse.mm(constant, x, "mean").square().sum(), "SparseMmReduce", [x])
+
+
 @pytest.mark.parametrize("product", [torch.matmul, torch.sparse.mm])
 def test_a_constant_sparse_factor_is_right_or_refused(product):
     """A graph network's product with its adjacency matrix is an ordinary matrix product to autograd."""
