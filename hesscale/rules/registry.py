@@ -90,15 +90,15 @@ BL89: dict[str, Rule] = {}  # what the method "bl89" replaces
 COMPLEX: dict[str, Rule] = {}  # for nodes that take or make complex tensors; see complex_numbers
 # What gets no rule, by a part of its name, and what to do instead.
 REFUSED: dict[str, str] = {
-    "CompiledFunctionBackward": "a model under torch.compile hides its operators. Pass the model before torch.compile, and compile "
-    "the whole step with hesscale.compile_step, or run this forward pass under torch.compiler.set_stance('force_eager')",
+    "CompiledFunctionBackward": "a model under torch.compile hides its operators. Pass the model before torch.compile, and "
+    "compile the whole step with hesscale.compile_step, or run this forward pass under torch.compiler.set_stance('force_eager')",
     "DifferentiableGraphBackward": "a function under torch.jit.script hides its operators. Call it without torch.jit.script, "
     "or start Python with PYTORCH_JIT=0",
     "CheckpointFunctionBackward": "reentrant checkpointing hides its operators. Pass use_reentrant=False to checkpoint",
     "BackwardBackward": "the loss holds a gradient (create_graph=True), whose curvature needs third derivatives. "
     "Take such a term out of the loss, or detach it",
-    "SparseMmReduce": "sparse tensors have no curvature rules here. With torch_geometric, pass edge_index and not a sparse adjacency; "
-    "elsewhere use dense tensors",
+    "SparseMmReduce": "sparse tensors have no curvature rules here. With torch_geometric, pass edge_index and not a sparse "
+    "adjacency; elsewhere use dense tensors",
     "Sparse": "sparse tensors have no curvature rules. Use dense ones",
     "ToDense": "sparse tensors have no curvature rules. Use dense ones",
     "ValuesBackward": "sparse tensors have no curvature rules. Use dense ones",
