@@ -20,8 +20,8 @@ import hesscale
 VOCABULARY = 20
 
 
-def make_model(attention: str = "eager", dropout: float = 0.0) -> BertForSequenceClassification:
-    """Eager attention is made of operators that have rules; the fused one (``"sdpa"``) has none yet."""
+def make_model(attention: str = "sdpa", dropout: float = 0.0) -> BertForSequenceClassification:
+    """Fused attention (``"sdpa"``) has a rule, with the diagonals of ``"eager"``, which is made of single operators."""
     config = BertConfig(
         vocab_size=VOCABULARY,
         hidden_size=32,

@@ -122,6 +122,8 @@ REFUSED: dict[str, str] = {
     "torch.backends.mkldnn.flags(enabled=False)",
     "BackwardBackward": "the loss holds a gradient (create_graph=True), whose curvature needs third derivatives. "
     "Take such a term out of the loss, or detach it",
+    "SparseMmReduce": "sparse tensors have no curvature rules here. With torch_geometric, pass edge_index and not a sparse "
+    "adjacency; elsewhere use dense tensors",
     "Sparse": "sparse tensors have no curvature rules. Use dense ones",
     "ToDense": "sparse tensors have no curvature rules. Use dense ones",
     "ValuesBackward": "sparse tensors have no curvature rules. Use dense ones",
