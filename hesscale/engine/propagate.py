@@ -110,7 +110,7 @@ class Propagation:
         """What happens when PyTorch's engine reaches a node with the gradients at its outputs."""
         if self.graph_task != current_graph_task():  # another pass: one that a rule runs, or another thread's
             return
-        index, function, outputs, _, many, _, is_curved, keeps_gradient = instruction
+        index, function, outputs, _, many, _, _, is_curved, keeps_gradient = instruction
         key = outputs[0]
         if function is None:
             if gradients[0] is not None:
@@ -138,7 +138,7 @@ class Propagation:
         pending = [(instruction, g, s, owned)]
         while pending:
             instruction, g, s, owned = pending.pop()
-            index, function, _, targets, _, is_contraction, _, _ = instruction
+            index, function, _, targets, _, is_contraction, is_fresh, _, _ = instruction
             assert function is not None
             if is_contraction and self.product_dtype is not None:
                 shares = apply_in_dtype(function, self.nodes[index], g, s, self.product_dtype)
@@ -151,8 +151,8 @@ class Propagation:
                 fitted = share
                 if share.shape != shape or share.dtype != dtype or share.device != device:
                     fitted = fit(share, target)
-                # A share may alias s. A contraction's shares are new tensors, and so is what had to be fitted.
-                is_new = fitted is not share or (is_contraction and share is not s) or (owned and len(targets) == 1)
+                # A share may alias s. What had to be fitted is a new tensor.
+                is_new = fitted is not share or (is_fresh and share is not s) or (owned and len(targets) == 1)
                 if fused is None:
                     self.add(key, fitted, is_new)
                 elif fused.function is None:
@@ -170,7 +170,7 @@ class Propagation:
         elif key in self.owned and present.is_contiguous():
             present.add_(share)
         else:
-            self.diagonals[key] = present + share
+            self.diagonals[key] = share.add_(present) if owned and share.is_contiguous() else present + share
             self.owned.add(key)
 
     def fill_leaf(self, index: int, diagonal: Tensor | None, owned: bool) -> None:

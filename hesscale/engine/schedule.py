@@ -113,6 +113,7 @@ class Instruction(NamedTuple):
     targets: tuple[Target | None, ...]  # None for an input that takes no share
     many: bool  # the node has several differentiable outputs
     is_contraction: bool
+    is_fresh: bool  # a share of the rule that is not s itself is a new tensor
     is_curved: bool  # the rule has a term in the gradient
     keeps_gradient: bool  # False where Gauss-Newton drops that term
 
@@ -167,7 +168,7 @@ class Schedule:
         index, rule, edges, repeated = step
         outputs = tuple([(index, i) for i in range(self.num_outputs[index])])
         if rule is None:
-            return Instruction(index, None, outputs, (), False, False, False, True)
+            return Instruction(index, None, outputs, (), False, False, False, False, True)
         function, in_head = step.function, index in self.head.nodes
         targets = [None if in_head and key in unwanted else self.targets.get(key) for key in edges]
         targets = [target and target._replace(fused=fused.get(target.key[0])) for target in targets]
@@ -176,7 +177,8 @@ class Schedule:
             if last is not None and self.rules[last.node_index] is TRANSPOSE:
                 function, targets[-1] = rule.transposed, last.targets[0]
         is_curved, keeps_gradient = rule.uses_gradient(repeated), in_head or not self.gauss_newton
-        return Instruction(index, function, outputs, tuple(targets), rule.many, rule.contraction, is_curved, keeps_gradient)
+        kinds = rule.many, rule.contraction, rule.contraction or (rule.fresh and not repeated)
+        return Instruction(index, function, outputs, tuple(targets), *kinds, is_curved, keeps_gradient)
 
     def waits_for_gradient(self, instruction: Instruction) -> bool:
         if instruction.function is None:
