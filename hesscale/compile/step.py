@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..distributed.replicas import is_replicated
 from ..optim import CurvatureOptimizer
 from .dynamo import Captured, ForwardGraph, NotCaptured, Runner, TooManyGraphs
 from .graph_step import ModelStep, Training
@@ -65,6 +66,11 @@ def compile_step(
         (True, 'traced')
     """
     check_backend(backend)
+    if backend != "eager" and is_replicated(model.parameters()):
+        raise ValueError(
+            "a compiled step cannot average gradients and Hessian diagonals over the processes of DistributedDataParallel. Pass "
+            "backend='eager', or train with optimizer.backward(loss) and optimizer.step()"
+        )
     return CompiledStep(model, loss_fn, FunctionalOptimizer(optimizer, options), Training(backend, cuda_graph))
 
 

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..distributed.averaging import averaged_with_gradients
 from .arguments import as_tensors, check_loss
+from .nodes import leaves_of
 from .propagate import Propagation, accumulate, dense_copy
 
 
@@ -70,12 +73,13 @@ def carry(run_backward: Callable[[], None], loss: Tensor, tensors: Sequence[Tens
     propagation = Propagation(loss, requested=tensors, fills_leaves=True, **options)
     requested = propagation.requested
     afresh = {key: not (t.is_leaf or t.retains_grad) or t.grad is None for key, t in requested.items()}
-    with own_pass():
-        propagation.run(run_backward)
-    propagation.fill_uncurved_leaves()
-    for key, tensor in requested.items():
-        if tensor.grad is not None:
-            accumulate(tensor, propagation.diagonals.get(key), afresh[key], key in propagation.owned)
+    with averaged_with_gradients(partial(leaves_of, loss), options.get("curvature_dtype")):
+        with own_pass():
+            propagation.run(run_backward)
+        propagation.fill_uncurved_leaves()
+        for key, tensor in requested.items():
+            if tensor.grad is not None:
+                accumulate(tensor, propagation.diagonals.get(key), afresh[key], key in propagation.owned)
 
 
 _thread = threading.local()

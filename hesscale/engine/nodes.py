@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,11 @@ def edge_of(tensor: Tensor) -> Edge:
 def leaf_nodes(order: Iterable[Node]) -> dict[int, Node]:
     """The leaves among these nodes, by the id of their tensor."""
     return {id(node.variable): node for node in order if node.name() == LEAF}
+
+
+def leaves_of(loss: Tensor) -> Iterator[Tensor]:
+    """The leaves that a loss depends on."""
+    return (node.variable for node in topological(edge_of(loss)[0]) if node.name() == LEAF)
 
 
 def gradient_edge(edge: Edge) -> GradientEdge:

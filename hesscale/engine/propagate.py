@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ..distributed.sharding import check_unsharded
 from ..errors import UnsupportedOperator
 from ..rules import brute_force
 from ..rules.registry import RuleFunction, Shares
@@ -19,7 +20,6 @@ from .freed import check_not_freed
 from .head_values import exact_diagonals
 from .nodes import Node, edge_of
 from .schedule import Graph, Instruction, TensorKey, head_in, schedule_for, walk
-from .sharding import check_unsharded
 
 Result = TypeVar("Result")
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
@@ -41,7 +41,7 @@ class Propagation:
         fills_leaves: bool = False,
     ) -> None:
         graph = walk(edge_of(loss)[0], method)
-        check_unsharded([graph.nodes[index] for index in graph.leaves.values()])
+        check_unsharded(graph.nodes[index].variable for index in graph.leaves.values())
         if fills_leaves and requested is not None and is_every_leaf(requested, graph.leaves):
             requested = None
         ends = output_edges(outputs, loss, graph.nodes)

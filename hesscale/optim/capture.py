@@ -6,14 +6,16 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..distributed.averaging import averaged_with_gradients
+from ..distributed.sharding import check_unsharded
 from ..engine.backward import is_own_pass, own_pass
-from ..engine.nodes import edge_of, reaches, topological
-from ..engine.sharding import check_unsharded
+from ..engine.nodes import edge_of, leaves_of, reaches
 from . import CurvatureOptimizer
 
 _lock = threading.Lock()
@@ -128,7 +130,7 @@ def due_optimizers(loss: Tensor, captures: list[Capture]) -> list[tuple[Curvatur
             if not optimizer.is_curvature_due:
                 continue
             if not reaches(edge_of(loss)[0], {id(p) for p in optimizer.parameters()}):
-                check_unsharded(topological(edge_of(loss)[0]))  # FSDP puts other tensors in the place of its parameters
+                check_unsharded(leaves_of(loss))  # FSDP puts other tensors in the place of its parameters
             else:
                 scaler = block.scaler
                 scale = {} if scaler is None else {"scale": scaler.scale(torch.ones((), device=loss.device))}
@@ -139,6 +141,8 @@ def due_optimizers(loss: Tensor, captures: list[Capture]) -> list[tuple[Curvatur
 def run_backward(loss: Tensor, jobs: list[tuple[CurvatureOptimizer, dict[str, Any]]], retain_graph: bool) -> None:
     """One pass for gradients and the first optimizer's curvature, and one for the curvature of each further optimizer."""
     (first, options), *others = jobs
-    for optimizer, own_options in others:
-        optimizer.fill_curvature_alone(loss, **own_options)
-    first.fill_curvature(loss, retain_graph=retain_graph, **options)
+    dtypes = {optimizer.curvature_dtype for optimizer, _ in jobs}
+    with averaged_with_gradients(partial(leaves_of, loss), first.curvature_dtype if len(dtypes) == 1 else None):
+        for optimizer, own_options in others:
+            optimizer.fill_curvature_alone(loss, **own_options)
+        first.fill_curvature(loss, retain_graph=retain_graph, **options)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..distributed.averaging import averaged_with_gradients
+from ..distributed.sharding import check_unsharded
 from ..engine import backward as engine
 from ..engine.arguments import check_choices, check_loss
-from ..engine.nodes import edge_of, topological
+from ..engine.nodes import edge_of, leaves_of, topological
 from ..engine.propagate import accumulate
-from ..engine.sharding import check_unsharded
 from .amp import unscaled_curvature
 
 
@@ -91,7 +93,7 @@ class DerivativeOptimizer(Optimizer):
         """
         check_loss(loss)
         options = {"outputs": None, "head": "auto", "fallback": "error", "curvature_dtype": self.curvature_dtype, **options}
-        with unscaled_curvature(self, scale):
+        with averaged_with_gradients(partial(leaves_of, loss), self.curvature_dtype), unscaled_curvature(self, scale):
             engine.carry(lambda: loss.backward(retain_graph=retain_graph), loss, self.parameters(), method=self.method, **options)
 
     def fill_curvature_alone(self, loss: Tensor, *, scale: Tensor | None = None, **options: Any) -> None:
@@ -107,7 +109,7 @@ class DerivativeOptimizer(Optimizer):
     def parameters_of(self, loss: Tensor) -> list[Tensor]:
         """The parameters that the loss depends on."""
         reached = set(topological(edge_of(loss)[0]))
-        check_unsharded(reached)
+        check_unsharded(leaves_of(loss))
         return [p for p in self.parameters() if edge_of(p)[0] in reached]
 
     def diagonals(self, loss: Tensor, params: list[Tensor], **options: Any) -> Sequence[Tensor | None]:

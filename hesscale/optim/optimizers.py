@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from .. import estimators
+from ..distributed.averaging import averaged_with_gradients
+from ..distributed.draws import generator_for
 from ..engine.arguments import check_loss
 from ..engine.backward import own_pass
+from ..engine.nodes import leaves_of
 from .base import CurvatureOptimizer
 from .batches import Batch
 from .bounds import NEUTRAL, SAFE_DAMPING, SAFE_GRAFT_CAP
@@ -110,16 +114,23 @@ class AdaHesScaleGN(BoundedOptimizer):
         return (*super().phase_at(step), self.calibrate_every is not None and step % self.calibrate_every == 0)
 
     def fill_curvature(self, loss: Tensor, *, retain_graph: bool = False, scale: Tensor | None = None, **options: Any) -> None:
-        if self.phase_at(self.param_groups[0]["step_count"])[1]:
-            check_loss(loss)
+        if not self.phase_at(self.param_groups[0]["step_count"])[1]:
+            super().fill_curvature(loss, retain_graph=retain_graph, scale=scale, **options)
+            return
+        check_loss(loss)
+        with averaged_with_gradients(partial(leaves_of, loss), self.curvature_dtype, also=self.all_calibration_sums):
             self.calibrate(loss, **options)
-        super().fill_curvature(loss, retain_graph=retain_graph, scale=scale, **options)
+            super().fill_curvature(loss, retain_graph=retain_graph, scale=scale, **options)
+
+    def all_calibration_sums(self) -> list[tuple[Tensor, Tensor]]:
+        return [(p, self.calibration_sums(p)) for p in self.parameters()]
 
     def calibrate(self, loss: Tensor, **options: Any) -> None:
         """Average the sums of both diagonals. Bias corrections would cancel in their ratio."""
         params = self.parameters_of(loss)
         recursive = self.diagonals(loss, params, **options)
-        outputs, generator = options.get("outputs"), self.generator
+        outputs = options.get("outputs")
+        generator = self.generator or generator_for(params, self.param_groups[0]["step_count"], is_shared=False)
         drawn = estimators.estimate("ggn_mc", loss, params, outputs=outputs, generator=generator, retain_graph=True)
         with torch.no_grad():
             for p, found, target in zip(params, recursive, drawn, strict=True):
@@ -167,6 +178,8 @@ class Sampled(CurvatureOptimizer):
         args, options: as in :class:`CurvatureOptimizer`.
     """
 
+    draws_signs: ClassVar[bool] = False  # of parameters, which several processes share, and not at the outputs of samples
+
     def __init__(self, params: Any, *args: Any, num_samples: int = 1, generator: torch.Generator | None = None, **options: Any):
         if num_samples < 1:
             raise ValueError(f"num_samples={num_samples!r} is out of range")
@@ -175,9 +188,10 @@ class Sampled(CurvatureOptimizer):
 
     def fill_curvature(self, loss: Tensor, *, retain_graph: bool = False, scale: Tensor | None = None, **options: Any) -> None:
         check_loss(loss)
-        self.fill_curvature_alone(loss, scale=scale, **options)
-        with own_pass():
-            loss.backward(retain_graph=retain_graph)
+        with averaged_with_gradients(partial(leaves_of, loss), self.curvature_dtype):
+            self.fill_curvature_alone(loss, scale=scale, **options)
+            with own_pass():
+                loss.backward(retain_graph=retain_graph)
 
     @property
     def estimator(self) -> str:
@@ -192,7 +206,7 @@ class Sampled(CurvatureOptimizer):
             params,
             num_samples=self.num_samples,
             outputs=options.get("outputs"),
-            generator=self.generator,
+            generator=self.generator or generator_for(params, self.param_groups[0]["step_count"], is_shared=self.draws_signs),
             retain_graph=True,
         )
 
@@ -205,6 +219,7 @@ class AdaHessian(Sampled):
     """
 
     method = "hutchinson"
+    draws_signs = True
 
     def __init__(self, params: Any, *args: Any, spatial_average: bool = False, **options: Any):
         self.spatial_average = spatial_average

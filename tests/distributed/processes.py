@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+MAX_SECONDS = 120
 
 
 def run(function: Callable[..., Any], *args: Any, world_size: int = 2) -> list[Any]:
@@ -23,6 +26,8 @@ def run(function: Callable[..., Any], *args: Any, world_size: int = 2) -> list[A
 
 
 def work(rank: int, function: Callable[..., Any], args: tuple[Any, ...], world_size: int, folder: str) -> None:
+    if world_size > 1:
+        faulthandler.dump_traceback_later(MAX_SECONDS, exit=True)  # a process that waits for ever for another one
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
     try:

@@ -947,7 +947,12 @@ class GeneratedBackwardFor_transformers_grouped_mm_fallback_default(Cube):
     pass
 
 
+class SyncBatchNorm(Cube):
+    pass
+
+
 KERNELS = {
+    SyncBatchNorm: ("group or layer norm",),
     FlashAttnFunc: ("attn_implementation='eager'", "sdpa_kernel(SDPBackend.MATH)"),
     Varlen_attn: ("attn_implementation='eager'", "sdpa_kernel(SDPBackend.MATH)"),
     GeneratedBackwardFor_transformers_grouped_mm_fallback_default: ("set_experts_implementation('eager')",),

@@ -433,9 +433,10 @@ def test_examples_run(script, needs, arguments, says):
     assert says in done.stdout
 
 
-def test_the_page_quotes_the_examples():
+@pytest.mark.parametrize("name", ["integrations", "distributed"])
+def test_pages_quote_the_examples(name):
     """Blocks marked ``py`` are lines of a file in examples/, up to their indentation."""
-    page = (ROOT / "docs/integrations.md").read_text(encoding="utf-8")
+    page = (ROOT / f"docs/{name}.md").read_text(encoding="utf-8")
     sources = [flat(path.read_text(encoding="utf-8")) for path in EXAMPLES.glob("*.py")]
     quotes = re.findall(r"^```py\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     assert quotes

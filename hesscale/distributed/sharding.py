@@ -1,4 +1,7 @@
-"""Parameters that FSDP has sharded: their gradients are moved to other tensors after the pass, and no diagonal would follow."""
+"""Parameters that are spread over processes.
+
+FSDP moves their gradients to other tensors after the pass, and no diagonal would follow.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +12,28 @@ from typing import Any
 from torch import Tensor, distributed
 
 from ..errors import UnsupportedOperator
-from .nodes import LEAF, Node
 
 FSDP = (
     "{} has sharded a parameter of this model. Their Hessian diagonals are not supported: they would be lost when "
     "the gradients are sharded again. Nothing has changed. Train the model without FSDP, or under DistributedDataParallel"
 )
 
+DTENSOR = (
+    "a parameter is a DTensor, as under tensor parallelism. Its Hessian diagonal is not supported. Nothing has changed. Train "
+    "the model under DistributedDataParallel"
+)
 
-def check_unsharded(nodes: Iterable[Node]) -> None:
-    """Raise if the tensor of a leaf among these nodes belongs to FSDP."""
+
+def check_unsharded(leaves: Iterable[Tensor]) -> None:
+    """Raise if one of these leaves of a graph is a DTensor or belongs to FSDP."""
     if not distributed.is_available() or not distributed.is_initialized():
         return
-    leaves: list[Any] = [node.variable for node in nodes if node.name() == LEAF]
+    leaves = list(leaves)
     if any(getattr(leaf, "_is_flat_param", False) for leaf in leaves):
         raise UnsupportedOperator(FSDP.format("FullyShardedDataParallel (FSDP)"))
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    if kind is not None and any(isinstance(leaf, kind) for leaf in leaves):
+        raise UnsupportedOperator(DTENSOR)
     gathered = {id(parameter) for parameter in gathered_parameters()}
     if gathered and any(id(leaf) in gathered for leaf in leaves):
         raise UnsupportedOperator(FSDP.format("fully_shard (FSDP2)"))

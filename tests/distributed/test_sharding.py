@@ -1,4 +1,4 @@
-"""Parameters that FSDP shards are refused by name, before anything changes."""
+"""Parameters that FSDP or tensor parallelism spreads over processes are refused by name, before anything changes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from processes import run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, ShardingStrategy, fully_shard
+from torch.distributed.tensor import distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import hesscale
 
@@ -89,3 +91,22 @@ def test_sharded_parameters_are_refused_before_anything_changes(world_size):
             assert "has sharded a parameter" in said, (name, kind, said)
             assert name[:5].rstrip("1") in said
             assert not changed, (name, kind)
+
+
+def tensor_parallel(rank):
+    """What is said about a model in two parts that are spread over the processes, and about one that is wholly of DTensors."""
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    parallel = parallelize_module(perceptron(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    whole = distribute_module(perceptron(), mesh)
+    found = []
+    for model, x in ((parallel, torch.randn(5, 3)), (whole, distribute_tensor(torch.randn(5, 3), mesh))):
+        with pytest.raises(hesscale.UnsupportedOperator) as caught:
+            hesscale.backward(model(x).square().mean(), fallback="exact")
+        assert all(p.grad is None and getattr(p, "hess_diag", None) is None for p in model.parameters())
+        found.append(str(caught.value))
+    return found
+
+
+def test_tensor_parallel_models_are_refused():
+    (found,) = run(tensor_parallel, world_size=1)
+    assert all("DTensor" in said for said in found)
