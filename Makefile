@@ -6,7 +6,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 PYTEST := $(BIN)/python -m pytest -n 2 --cov --cov-report=term
 
 .DELETE_ON_ERROR:
-.PHONY: help run test test-all lint format docs clean
+.PHONY: help run test test-all lint format docs models clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' Makefile
@@ -33,6 +33,9 @@ format: $(VENV)/.dev ## let ruff format the code and fix what it can
 docs: $(VENV)/.experiments ## write docs/operators.md anew from the rules
 	$(BIN)/python docs/generate.py
 
+models: $(VENV)/.dev $(VENV)/.integrations ## write docs/models.md anew: what happens to other people's models, in ten minutes
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -W ignore tests/models/page.py
+
 clean: ## remove the environment, caches and plots
 	rm -rf $(VENV) out build dist *.egg-info .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -44,6 +47,8 @@ $(VENV)/.experiments $(VENV)/.dev $(VENV)/.integrations: $(VENV)/.%: pyproject.t
 	@$(INSTALL) --no-build-isolation -e ".[$*]"
 	@# BackPACK asks for torchvision, which it does not need
 	@if [ $* = dev ]; then $(INSTALL) --no-deps backpack-for-pytorch; fi
+	@# timm asks for it too; its models do without (tests/models/torchvision_stub.py)
+	@if [ $* = integrations ]; then $(INSTALL) --no-deps timm; fi
 	@touch $@
 
 $(BIN)/python:

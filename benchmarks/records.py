@@ -13,7 +13,15 @@ from typing import Any
 from hesscale.experiments.lab.files import write_whole
 from hesscale.experiments.lab.machine import commit, machine
 
-PACKAGES = ("gymnasium", "mujoco", "envpool", "stable_baselines3", "numpy")  # whose versions numbers may depend on
+PACKAGES = (
+    "gymnasium",
+    "mujoco",
+    "envpool",
+    "stable_baselines3",
+    "torchrl",
+    "transformers",
+    "numpy",
+)  # whose versions numbers may depend on
 
 
 def header(script: str, arguments: Sequence[str] | None) -> dict[str, Any]:

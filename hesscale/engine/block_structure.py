@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field
+from functools import cache, cached_property
 from threading import Lock
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,22 +23,48 @@ RETRY_INTERVAL = 100  # passes
 MAX_PRODUCTS = 1024  # Hessian-vector products for one tensor
 
 
-def candidate_blocks(rank: int) -> list[Block]:
+@cache
+def candidate_blocks(rank: int) -> tuple[Block, ...]:
     """The blocks to try, cheapest first. The last one, all dimensions, is always right."""
     candidates: list[Block] = [(), (rank - 1,), (1,), tuple(range(1, rank)), tuple(range(rank))]
-    return list(dict.fromkeys(block for block in candidates if all(0 <= d < rank for d in block)))
+    return tuple(dict.fromkeys(block for block in candidates if all(0 <= d < rank for d in block)))
 
 
-class Probes(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Probes:
     """Two fixed random vectors in the shape (block, samples), and the CUDA stream that they were made on."""
 
     first: Tensor
     second: Tensor
     stream: int | None
 
+    @property
+    def is_checked(self) -> bool:
+        """Whether there are several samples, so that a product with ``second`` has to check whether they interact."""
+        return self.first.shape[1] > 1
+
     def fit(self, like: Tensor, count: int) -> bool:
         same_kind = (self.first.dtype, self.first.device) == (like.dtype, like.device)
         return self.first.shape[0] == count and same_kind and self.stream == current_stream(like.device)
+
+    @cached_property
+    def ratio(self) -> Tensor:
+        """What to multiply products with the first probe by, to predict that with the second: (block, 1, samples)."""
+        return (self.second / self.first).unsqueeze(1)
+
+    @cached_property
+    def all_rows(self) -> Tensor:
+        return self.rows(0, len(self.first))
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Vectors in the shape (row, block, samples): ``second`` if it is needed and comes first, then ``first`` by entry."""
+        z = self.first[start:stop]
+        is_checked = self.is_checked and start == 0
+        rows = torch.zeros(len(z) + is_checked, *self.first.shape, dtype=z.dtype, device=z.device)
+        rows[is_checked:, start:stop].diagonal(dim1=0, dim2=1).copy_(z.T)
+        if is_checked:
+            rows[0] = self.second
+        return rows
 
 
 def current_stream(device: torch.device) -> int | None:

@@ -186,7 +186,10 @@ def snake(name: str) -> str:
 
 
 VIEWS = {f"{name}Backward{i}" for i in (0, 1) for name in ("T", "Transpose", "Permute", "View", "Unsqueeze", "Squeeze", "Expand")}
+ORTHOGONAL = "as in nn.utils.parametrizations.orthogonal, where orthogonal_map='cayley' avoids it"
 MAKERS: dict[str, str] = {
+    "LinalgMatrixExpBackward0": f"torch.matrix_exp, {ORTHOGONAL}",
+    "LinalgHouseholderProductBackward0": f"torch.linalg.householder_product, {ORTHOGONAL}",
     "ScaledDotProductFlashAttentionForCpuBackward0": "F.scaled_dot_product_attention or nn.MultiheadAttention",
     "ScaledDotProductFlashAttentionBackward0": "F.scaled_dot_product_attention or nn.MultiheadAttention",
     "ScaledDotProductEfficientAttentionBackward0": "F.scaled_dot_product_attention or nn.MultiheadAttention",

@@ -21,7 +21,7 @@ from ..rules import Rule
 from .block_structure import MAX_PRODUCTS, BlockStructure
 from .cache import BoundedCache
 from .dispatch import Step, is_constant_product
-from .nodes import Edge, Node, metadata
+from .nodes import Edge, Node, Path, is_custom_function, leading_to, metadata
 
 MAX_STRUCTURES = 1000
 WORK_PER_NUMBER = 32  # multiplications of a matrix product that take as long as reading and writing a number
@@ -38,14 +38,12 @@ class Head:
     steps: list[Step]
     ends: frozenset[Edge]
     inexact: dict[Edge, BlockStructure]
-
-    @property
-    def has_custom_functions(self) -> bool:
-        return any(hasattr(step.node, "_forward_cls") for step in self.steps)
+    path: Path  # what leads to inexact tensors
+    has_custom_functions: bool
 
     @staticmethod
     def empty() -> Head:
-        return Head(frozenset(), [], frozenset(), {})
+        return Head(frozenset(), [], frozenset(), {}, [], False)
 
     def superfluous_nodes(self, known: Collection[Edge], requested: Collection[Edge]) -> set[Node]:
         """The head's nodes whose shares would all be thrown away, since every diagonal they lead to is known already."""
@@ -81,7 +79,9 @@ def find_head(steps: Sequence[Step], outputs: set[Edge] | None, requested: Colle
     inexact = {tensors[i]: structure for i, structure in structures.items() if is_needed(tensors[i])}
     if any(metadata(tensor).dtype.is_complex for tensor in inexact):
         raise UnsupportedOperator("the model's outputs are complex; pass outputs= with real ones, or head='rules'")
-    return Head(nodes, inside, ends, inexact)
+    leading = set(leading_to([step.node for step in inside], inexact))
+    path = [(step.node, step.edges) for step in inside if step.node in leading]
+    return Head(nodes, inside, ends, inexact, path, any(is_custom_function(step.node) for step in inside))
 
 
 def steps_of_head(steps: Sequence[Step], outputs: set[Edge] | None) -> list[Step]:

@@ -10,18 +10,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C import _functorch as functorch
 
 from ..errors import NeedsEagerPass
 from .block_structure import MAX_PRODUCTS, Block, BlockStructure, Probes, candidate_blocks, warn
 from .head_structure import Head
-from .nodes import Edge, Node, edge_of, is_once_differentiable, metadata, pull
+from .nodes import Edge, Node, edge_of, is_once_differentiable, metadata, path_to, pull_through
 
 MAX_ROWS, MAX_NUMBERS = 64, 2**24  # products in one batch, and numbers in their vectors
+MAX_KEPT_NUMBERS = 2**16  # in vectors that are kept from pass to pass
 ROUNDED_TERMS = 32  # of the size of the gradient, in one second derivative
+_has_mapped = False
 CANNOT = "PyTorch cannot differentiate this loss twice; the diagonal at the outputs is that of the rules"
 
 
@@ -32,15 +35,19 @@ class Exact(NamedTuple):
     products: int
 
 
-def exact_diagonals(loss: Tensor, head: Head) -> dict[Edge, Exact]:
-    """Diagonals of the loss at the head's inexact tensors, by double backward through the head alone."""
+def exact_diagonals(loss: Tensor, head: Head, metas: dict[Node, Any] | None = None) -> dict[Edge, Exact]:
+    """Diagonals of the loss at the head's inexact tensors, by double backward through the head alone.
+
+    ``metas`` has the metadata of what nodes have made, as far as they have been read.
+    """
+    metas = {} if metas is None else metas
     found: dict[Edge, Exact] = {}
     if not head.inexact:
         return found
     stops = {node for node, _ in head.ends}
     with torch.enable_grad():
         try:
-            gradients = pull({edge_of(loss): torch.ones_like(loss)}, list(head.inexact), stops)
+            gradients = pull_through(head.path, {edge_of(loss): torch.ones_like(loss)}, head.inexact, metas)
             for edge, structure in head.inexact.items():
                 gradient = gradients.get(edge)
                 if head.has_custom_functions and (gradient is None or not gradient.requires_grad):
@@ -117,7 +124,7 @@ class Trial(NamedTuple):
     """The diagonal if only entries of one block interact, and the check of that assumption."""
 
     exact: Exact
-    passed: Tensor | None  # a boolean on the device; None where the block is the whole tensor and nothing is assumed
+    passed: Tensor | None  # a boolean on the device; None where the block is the whole tensor, which assumes nothing
     product: Tensor | None  # H·v, which the check compares
     predicted: Tensor  # with this
 
@@ -162,18 +169,15 @@ def is_conclusive(predicted: Tensor) -> bool:
 
 def compute_with_block(gradient: Tensor, edge: Edge, stops: set[Node], structure: BlockStructure, block: Block) -> Trial:
     """Compute the diagonal as if only the entries of a block interacted, and check that assumption."""
-    shape = gradient.shape
-    layout = BlockLayout(shape, block)
+    layout = BlockLayout(gradient.shape, block)
     products = partial(hessian_vector_products, gradient, edge, stops)
-    probes = structure.probes_like(gradient, layout.count)
-    diagonal, predicted, magnitude = block_products(products, layout, probes)
-    exact = Exact(layout.restore(diagonal).detach(), layout.count)
-    if len(block) == len(shape):
-        return Trial(exact, None, None, predicted)
-    (product,) = products(layout.restore(probes.second).unsqueeze(0))
+    found = block_products(products, layout, structure.probes_like(gradient, layout.count))
+    exact = Exact(layout.restore(found.diagonal).detach(), layout.count)
+    if found.product is None:
+        return Trial(exact, None, None, found.predicted)
     # Second derivatives are sums of terms as large as the gradient, and may be much smaller than their rounding errors.
     floor = ROUNDED_TERMS * torch.finfo(gradient.dtype).eps * largest(gradient.detach().abs())
-    return Trial(exact, agree(layout.flatten(product), predicted, magnitude, floor), product, predicted)
+    return Trial(exact, agree(found.product, found.predicted, found.magnitude, floor), found.product, found.predicted)
 
 
 class BlockLayout:
@@ -199,26 +203,39 @@ class BlockLayout:
         return matrices.reshape(len(matrices), *self.permuted_shape).permute(0, *[d + 1 for d in self.inverse])
 
 
-def block_products(products: Callable[[Tensor], Tensor], layout: BlockLayout, probes: Probes) -> tuple[Tensor, Tensor, Tensor]:
-    """Products with the first probe, one entry of the block at a time.
+class BlockProducts(NamedTuple):
+    """What products with the probes say, in the shape (block, samples)."""
 
-    Returns the diagonal, what the products predict for H·(second probe) if samples are apart, and the sum of the absolute terms
-    of that prediction, which measures its rounding error.
-    """
-    z, other, _ = probes
-    count, samples = z.shape
-    diagonal, predicted, magnitude = torch.empty_like(z), torch.zeros_like(z), torch.zeros_like(z)
+    diagonal: Tensor
+    predicted: Tensor  # what H·(second probe) is if samples are apart
+    magnitude: Tensor  # the sum of the absolute terms of that prediction, which measures its rounding error
+    product: Tensor | None  # H·(second probe); None where there is one sample, and nothing to check
+
+
+def block_products(products: Callable[[Tensor], Tensor], layout: BlockLayout, probes: Probes) -> BlockProducts:
+    """Products with the first probe, one entry of the block at a time, and in the same batch one with the second probe."""
+    z = probes.first
     at_once = max(1, min(MAX_ROWS, MAX_NUMBERS // max(1, z.numel())))
-    for start in range(0, count, at_once):
-        part = slice(start, start + at_once)
-        rows = torch.zeros(len(z[part]), count, samples, dtype=z.dtype, device=z.device)
-        rows[:, part].diagonal(dim1=0, dim2=1).copy_(z[part].T)
+    diagonal, product = torch.empty_like(z), None
+    predicted = magnitude = None
+    for start in range(0, len(z), at_once):
+        stop = min(start + at_once, len(z))
+        is_kept = stop - start == len(z) and len(z) * z.numel() <= MAX_KEPT_NUMBERS
+        rows = probes.all_rows if is_kept else probes.rows(start, stop)
         found = layout.flatten_all(products(layout.restore_all(rows)))
-        diagonal[part] = found[:, part].diagonal(dim1=0, dim2=1).T / z[part]
-        terms = found * (other / z)[part].unsqueeze(1)
-        predicted += terms.sum(0)
-        magnitude += terms.abs().sum(0)
-    return diagonal, predicted, magnitude
+        if start == 0 and probes.is_checked:
+            product, found = found[0], found[1:]
+        diagonal[start:stop] = found[:, start:stop].diagonal(dim1=0, dim2=1).T / z[start:stop]
+        terms = found * probes.ratio[start:stop]
+        predicted = plus(predicted, terms.sum(0))
+        magnitude = plus(magnitude, terms.abs().sum(0))
+    assert predicted is not None
+    assert magnitude is not None
+    return BlockProducts(diagonal, predicted, magnitude, product)
+
+
+def plus(total: Tensor | None, value: Tensor) -> Tensor:
+    return value if total is None else total + value
 
 
 def agree(product: Tensor, predicted: Tensor, magnitude: Tensor, floor: Tensor | float = 0.0) -> Tensor:
@@ -236,15 +253,33 @@ def largest(tensor: Tensor) -> Tensor | float:
 def hessian_vector_products(gradient: Tensor, edge: Edge, stops: set[Node], rows: Tensor) -> Tensor:
     """∂(g·v)/∂x for every row v, batched where PyTorch can batch it."""
     source = edge_of(gradient)
+    path, metas = path_to([edge], source[0], stops=stops), dict[Node, Any]()
 
     def product(row: Tensor) -> Tensor:
-        return pull({source: row}, [edge], stops).get(edge, torch.zeros_like(row))
+        found = pull_through(path, {source: row}, [edge], metas).get(edge)
+        return torch.zeros_like(row) if found is None else found
 
     with torch.no_grad():
+        if len(rows) == 1:  # which vmap would only slow down
+            return product(rows[0]).unsqueeze(0)
         try:
-            return torch.vmap(product)(rows)
+            return map_rows(product, rows)
         except RuntimeError as error:
             # PyTorch cannot batch the second derivatives of norms whose input and weight differ in dtype: "expected scalar type"
             if not any(word in str(error).lower() for word in ("vmap", "batch", "scalar type")):
                 raise
         return torch.stack([product(row) for row in rows])
+
+
+def map_rows(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+    """``torch.vmap(function)(rows)``, without its handling of other arguments, which takes as long as ten small operators."""
+    global _has_mapped
+    if torch.compiler.is_compiling() or not _has_mapped:
+        _has_mapped = True  # the first call of torch.vmap registers rules for operators
+        return torch.vmap(function)(rows)
+    level = functorch._vmap_increment_nesting(len(rows), "error")
+    try:
+        mapped = function(functorch._add_batch_dim(rows, 0, level))
+        return functorch._remove_batch_dim(mapped, level, len(rows), 0)
+    finally:
+        functorch._vmap_decrement_nesting()

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 Node = Any  # torch.autograd.graph.Node, whose saved attributes no type checker knows
@@ -59,6 +60,19 @@ def topological(*roots: Node, stops: Collection[Node] = ()) -> list[Node]:
     return order
 
 
+def reaches(root: Node, tensors: Collection[int]) -> bool:
+    """Whether any of these leaves, given by the ids of their tensors, is below a node. Stops at the first that it meets."""
+    seen, stack = {root}, [root]
+    while stack:
+        node = stack.pop()
+        if node.name() == LEAF and id(node.variable) in tensors:
+            return True
+        new = [child for child, _ in node.next_functions if child is not None and child not in seen]
+        seen.update(new)
+        stack += new
+    return False
+
+
 def leading_to(order: list[Node], targets: Iterable[Edge]) -> list[Node]:
     """The nodes of ``order`` that take an input from these tensors, or from a node that leads to them."""
     needed = {node for node, _ in targets}
@@ -73,7 +87,7 @@ def leading_to(order: list[Node], targets: Iterable[Edge]) -> list[Node]:
 
 def call(node: Node, cotangents: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
     """Jᵀv of a node's inputs, one per edge, as its backward computes it; called from Python, so that no hook runs."""
-    if not hasattr(node, "_forward_cls"):
+    if not is_custom_function(node):
         pulled = node(*cotangents)
         pulled = pulled if isinstance(pulled, tuple) else (pulled,)
         override = BACKWARD_OVERRIDES.get(node.name())
@@ -81,6 +95,11 @@ def call(node: Node, cotangents: Sequence[Tensor | None]) -> Sequence[Tensor | N
     zeros = [torch.zeros(m.shape, dtype=m.dtype, device=m.device) for m in node._input_metadata]
     pulled = node.apply(*[z if v is None else v for v, z in zip(cotangents, zeros, strict=True)])
     return per_edge(node, pulled if isinstance(pulled, tuple) else (pulled,))
+
+
+def is_custom_function(node: Node) -> bool:
+    """Whether a node belongs to a torch.autograd.Function that is written in Python."""
+    return isinstance(node, BackwardCFunction)
 
 
 def per_edge(node: Node, values: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -95,19 +114,63 @@ def pull(seeds: dict[Edge, Tensor], targets: Sequence[Edge], stops: Collection[N
     Unlike autograd's own, it runs no hooks that users put on tensors, retains no gradients, and treats the tensors where it
     stops as independent of each other.
     """
-    at = dict(seeds)
-    order = topological(*(node for node, _ in seeds), stops=stops)
-    for node in leading_to([node for node in order if node not in stops], targets):
-        cotangents = [at.get((node, i)) for i in range(len(node._input_metadata))]
-        if all(cotangent is None for cotangent in cotangents):
+    return pull_through(path_to(targets, *(node for node, _ in seeds), stops=stops), seeds, targets, {})
+
+
+Path = Sequence[tuple[Node, Sequence[Edge]]]  # nodes in topological order, each with its next_functions, which take long to read
+
+
+def path_to(targets: Iterable[Edge], *roots: Node, stops: Collection[Node]) -> Path:
+    """The nodes that lead from the roots to these tensors without passing a stop."""
+    path: list[tuple[Node, Sequence[Edge]]] = []
+    needed = {node for node, _ in targets}
+    edges_of: dict[Node, Sequence[Edge]] = {}
+    stack = [root for root in roots if root not in stops]
+    while stack:
+        node = stack.pop()
+        if node is None:  # everything below the next entry is done
+            node = stack.pop()
+            edges = edges_of[node]
+            for child, _ in edges:
+                if child in needed:
+                    needed.add(node)
+                    path.append((node, edges))
+                    break
+        elif node not in edges_of:
+            edges = edges_of[node] = node.next_functions
+            stack += (node, None)
+            stack += [child for child, _ in edges if child is not None and child not in edges_of and child not in stops]
+    path.reverse()
+    return path
+
+
+def pull_through(path: Path, seeds: dict[Edge, Tensor], targets: Iterable[Edge], metas: dict[Node, Any]) -> dict[Edge, Tensor]:
+    """:func:`pull` through nodes that are known to lead from ``seeds`` to ``targets``.
+
+    ``metas`` has the metadata of what nodes have made, as far as they have been read; the others are added.
+    """
+    at: dict[Node, list[Tensor | None]] = {}
+
+    def cotangents_of(node: Node) -> list[Tensor | None]:
+        if node not in metas:
+            metas[node] = node._input_metadata
+        return at.setdefault(node, [None] * len(metas[node]))
+
+    for (node, index), seed in seeds.items():
+        cotangents_of(node)[index] = seed
+    for node, edges in path:
+        if node not in at:
             continue
-        for edge, share in zip(node.next_functions, call(node, cotangents), strict=True):
-            if edge[0] is not None and share is not None:
-                meta = metadata(edge)
-                share = share.to(meta.dtype) if share.dtype != meta.dtype else share
-                share = share.sum_to_size(meta.shape) if list(share.shape) != meta.shape else share
-                at[edge] = share if edge not in at else at[edge] + share
-    return {target: at[target] for target in targets if target in at}
+        for (child, index), share in zip(edges, call(node, at[node]), strict=True):
+            if child is None or share is None:
+                continue
+            cotangents = at.get(child) or cotangents_of(child)
+            meta, present = metas[child][index], cotangents[index]
+            share = share.to(meta.dtype) if share.dtype != meta.dtype else share
+            share = share.sum_to_size(meta.shape) if list(share.shape) != meta.shape else share
+            cotangents[index] = share if present is None else present + share
+    found = {(node, index): at[node][index] for node, index in targets if node in at}
+    return {target: value for target, value in found.items() if value is not None}
 
 
 class SeparatePass(torch.autograd.Function):

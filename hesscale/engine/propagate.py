@@ -19,7 +19,7 @@ from .dispatch import check_data, diagonal_dtype
 from .freed import check_not_freed
 from .head_values import exact_diagonals
 from .nodes import Node, edge_of
-from .schedule import Graph, Instruction, TensorKey, relabel_head, schedule_for, walk
+from .schedule import Graph, Instruction, TensorKey, head_in, schedule_for, walk
 
 Result = TypeVar("Result")
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
@@ -54,6 +54,7 @@ class Propagation:
         )
         check_not_freed(graph.nodes, self.schedule.saved_attributes)
         self.kept = self.schedule.requested
+        self.graph = graph
         self.nodes = graph.nodes
         self.loss = loss
         self.product_dtype = curvature_dtype
@@ -96,7 +97,7 @@ class Propagation:
         if not self.uses_double_backward or not head.inexact:
             return frozenset()
         keys = {(self.nodes[index], i): (index, i) for index, i in head.inexact}
-        found = exact_diagonals(self.loss, relabel_head(head, self.nodes))
+        found = exact_diagonals(self.loss, head_in(self.graph, head), self.graph.metas)
         self.diagonals = {keys[edge]: fit(exact.diagonal, self.schedule.targets[keys[edge]]) for edge, exact in found.items()}
         return frozenset(self.diagonals)
 
@@ -109,7 +110,7 @@ class Propagation:
         """What happens when PyTorch's engine reaches a node with the gradients at its outputs."""
         if self.graph_task != current_graph_task():  # another pass: one that a rule runs, or another thread's
             return
-        index, function, outputs, _, many, _, is_curved, keeps_gradient = instruction
+        index, function, outputs, _, many, _, _, is_curved, keeps_gradient = instruction
         key = outputs[0]
         if function is None:
             if gradients[0] is not None:
@@ -137,7 +138,7 @@ class Propagation:
         pending = [(instruction, g, s, owned)]
         while pending:
             instruction, g, s, owned = pending.pop()
-            index, function, _, targets, _, is_contraction, _, _ = instruction
+            index, function, _, targets, _, is_contraction, is_fresh, _, _ = instruction
             assert function is not None
             if is_contraction and self.product_dtype is not None:
                 shares = apply_in_dtype(function, self.nodes[index], g, s, self.product_dtype)
@@ -150,8 +151,8 @@ class Propagation:
                 fitted = share
                 if share.shape != shape or share.dtype != dtype or share.device != device:
                     fitted = fit(share, target)
-                # A share may alias s. A contraction's shares are new tensors, and so is what had to be fitted.
-                is_new = fitted is not share or (is_contraction and share is not s) or (owned and len(targets) == 1)
+                # A share may alias s. What had to be fitted is a new tensor.
+                is_new = fitted is not share or (is_fresh and share is not s) or (owned and len(targets) == 1)
                 if fused is None:
                     self.add(key, fitted, is_new)
                 elif fused.function is None:
@@ -169,7 +170,7 @@ class Propagation:
         elif key in self.owned and present.is_contiguous():
             present.add_(share)
         else:
-            self.diagonals[key] = present + share
+            self.diagonals[key] = share.add_(present) if owned and share.is_contiguous() else present + share
             self.owned.add(key)
 
     def fill_leaf(self, index: int, diagonal: Tensor | None, owned: bool) -> None:

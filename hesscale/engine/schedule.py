@@ -23,7 +23,7 @@ from .cache import BoundedCache
 from .dispatch import Step, custom_rule, diagonal_dtype, is_constant_product, steps_of
 from .freed import saved_attributes
 from .head_structure import Head, find_head
-from .nodes import LEAF, Node, leading_to, metadata, topological
+from .nodes import LEAF, Edge, Node, leading_to, metadata, topological
 
 TensorKey = tuple[int, int]
 MAX_SCHEDULES = 128
@@ -38,6 +38,8 @@ class Graph(NamedTuple):
     index_of: dict[Node, int]
     leaves: dict[int, int]  # the index of a leaf's node by the id of its tensor
     signature: tuple[Any, ...]
+    edges: list[Sequence[Edge]]  # of each node
+    metas: dict[Node, Any]  # of the tensors that each node has made
 
 
 leaf_metadata = attrgetter("shape", "dtype", "device")
@@ -57,6 +59,8 @@ def walk(root: Node, method: str) -> Graph:
     special = BL89 if method == "bl89" else RULES
     nodes, index_of, leaves = [root], {root: 0}, {}
     signature: list[Any] = []
+    edges: list[Sequence[Edge]] = []
+    metas: dict[Node, Any] = {}
     note, complex_rule = signature.append, COMPLEX.get
     for node in nodes:  # which grow on the way
         name = node.name()
@@ -65,6 +69,7 @@ def walk(root: Node, method: str) -> Graph:
             leaves[id(leaf)] = index_of[node]
             note(leaf_facts(leaf))
             note(bool(leaf._post_accumulate_grad_hooks))
+            edges.append(())
             continue
         rule = special.get(name) or RULES.get(name) or custom_rule(node)
         note(rule or name)
@@ -73,18 +78,20 @@ def walk(root: Node, method: str) -> Graph:
             note(rule.refuse(node))
         if rule is not None and rule.factors is not None:
             note(is_constant_product(node, rule))
-        for meta in node._input_metadata:
+        metas[node] = node._input_metadata
+        for meta in metas[node]:
             facts = tensor_metadata(meta)
             note(facts)
             note(facts[0] or tuple(meta.shape))
-        for child, output_nr in node.next_functions:
+        edges.append(node.next_functions)
+        for child, output_nr in edges[-1]:
             index = index_of.get(child)
             if index is None and child is not None:
                 index = index_of[child] = len(nodes)
                 nodes.append(child)
             note(index)
             note(output_nr)
-    return Graph(nodes, index_of, leaves, tuple(signature))
+    return Graph(nodes, index_of, leaves, tuple(signature), edges, metas)
 
 
 class Target(NamedTuple):
@@ -106,6 +113,7 @@ class Instruction(NamedTuple):
     targets: tuple[Target | None, ...]  # None for an input that takes no share
     many: bool  # the node has several differentiable outputs
     is_contraction: bool
+    is_fresh: bool  # a share of the rule that is not s itself is a new tensor
     is_curved: bool  # the rule has a term in the gradient
     keeps_gradient: bool  # False where Gauss-Newton drops that term
 
@@ -144,28 +152,33 @@ class Schedule:
         must_wait = {index for index, _ in self.requested | known}
         fused: dict[int, Instruction] = {}
         hooked: list[Instruction] = []
+        unwanted = known | {key for key in self.targets if key[0] in superfluous and key not in self.requested}
         for step in reversed(self.steps):
-            instruction = self.instruction(step, known, fused)
+            if step.node in superfluous:
+                continue
+            instruction = self.instruction(step, unwanted, fused)
             if consumers[step.node] < 2 and step.node not in must_wait and not self.waits_for_gradient(instruction):
                 fused[step.node] = instruction
-            elif step.node not in superfluous:
+            else:
                 hooked.append(instruction)
         return hooked
 
-    def instruction(self, step: Step, known: frozenset[TensorKey], fused: dict[int, Instruction]) -> Instruction:
+    def instruction(self, step: Step, unwanted: frozenset[TensorKey], fused: dict[int, Instruction]) -> Instruction:
+        """What is done at a node, whose shares for ``unwanted`` tensors are dropped if the node is in the head."""
         index, rule, edges, repeated = step
         outputs = tuple([(index, i) for i in range(self.num_outputs[index])])
         if rule is None:
-            return Instruction(index, None, outputs, (), False, False, False, True)
+            return Instruction(index, None, outputs, (), False, False, False, False, True)
         function, in_head = step.function, index in self.head.nodes
-        targets = [None if in_head and key in known else self.targets.get(key) for key in edges]
+        targets = [None if in_head and key in unwanted else self.targets.get(key) for key in edges]
         targets = [target and target._replace(fused=fused.get(target.key[0])) for target in targets]
         if rule.transposed is not None and not repeated:
             last = targets[-1] and targets[-1].fused
             if last is not None and self.rules[last.node_index] is TRANSPOSE:
                 function, targets[-1] = rule.transposed, last.targets[0]
         is_curved, keeps_gradient = rule.uses_gradient(repeated), in_head or not self.gauss_newton
-        return Instruction(index, function, outputs, tuple(targets), rule.many, rule.contraction, is_curved, keeps_gradient)
+        kinds = rule.many, rule.contraction, rule.contraction or (rule.fresh and not repeated)
+        return Instruction(index, function, outputs, tuple(targets), *kinds, is_curved, keeps_gradient)
 
     def waits_for_gradient(self, instruction: Instruction) -> bool:
         if instruction.function is None:
@@ -218,21 +231,33 @@ def make_schedule(
     return Schedule(steps, found, keys, method == "hesscale_gn", graph)
 
 
-Labels = Mapping[Any, Any] | Sequence[Any]  # the index of each node, or the node of each index
-
-
-def relabel_step(step: Step, labels: Labels) -> Step:
+def relabel_step(step: Step, labels: Mapping[Node, int]) -> Step:
     node, rule, edges, repeated = step
     return Step(labels[node], rule, tuple([(child if child is None else labels[child], i) for child, i in edges]), repeated)
 
 
-def relabel_head(head: Head, labels: Labels) -> Head:
-    """A head with indices for its nodes, or nodes for its indices."""
+def relabel_head(head: Head, labels: Mapping[Node, int]) -> Head:
+    """A head with indices for its nodes."""
     return Head(
         frozenset([labels[node] for node in head.nodes]),
         [relabel_step(step, labels) for step in head.steps],
         frozenset([(labels[node], i) for node, i in head.ends]),
         {(labels[node], i): structure for (node, i), structure in head.inexact.items()},
+        [(labels[node], ()) for node, _ in head.path],
+        head.has_custom_functions,
+    )
+
+
+def head_in(graph: Graph, head: Head) -> Head:
+    """A head with a graph's nodes for its indices, as far as double backward needs it."""
+    nodes, edges = graph.nodes, graph.edges
+    return Head(
+        frozenset(),
+        [],
+        frozenset([(nodes[index], i) for index, i in head.ends]),
+        {(nodes[index], i): structure for (index, i), structure in head.inexact.items()},
+        [(nodes[index], edges[index]) for index, _ in head.path],
+        head.has_custom_functions,
     )
 
 

@@ -96,7 +96,8 @@ class Muon(torch.optim.Optimizer):
 
 
 WARMED_UP = {"curvature_warmup": CURVATURE_WARMUP}
-GRAFTED = {**NEUTRAL, "damping": SAFE_DAMPING, "graft": True}
+GRAFTED = {**NEUTRAL, "damping": SAFE_DAMPING, "graft": (1.0, 1.0)}
+CAPPED = {**NEUTRAL, "damping": SAFE_DAMPING, "graft": (0.0, 3.0)}
 CLIPPED = {**NEUTRAL, "damping": SAFE_DAMPING, "update_clip": 1.0}
 OPTIMIZERS = Choices(
     [
@@ -155,6 +156,7 @@ OPTIMIZERS = Choices(
             for name, what, options in (
                 ("default", "bounded (default)", {}),
                 ("graft", "grafted", GRAFTED),
+                ("cap", "at most 3 times Adam's length", CAPPED),
                 ("clip", "entries clipped at 1", CLIPPED),
             )
         ),

@@ -16,7 +16,7 @@ from ..errors import CurvatureWarning, NonFiniteError
 from . import trust_region as algorithm_3
 from .amp import clear_scaler_attributes, unscale
 from .batches import Batch, collect
-from .bounds import LONG_ENTRY, SAFE_DAMPING, SAFE_GRAFT_CAP, WATCHED_STEPS
+from .bounds import LONG_ENTRY, SAFE_DAMPING, SAFE_GRAFT, WATCHED_STEPS
 from .checkpoints import complete_loaded_state, picklable_attributes, upgrade_pickle
 from .derivatives import DerivativeOptimizer, is_profiled
 from .nonfinite import NonFiniteCheck, is_capturing
@@ -46,10 +46,9 @@ class CurvatureOptimizer(DerivativeOptimizer):
             its square; where that is close to zero by chance, the step would be as long as ε allows. Ten are enough.
         damping: δ; adds δ times the mean of √V̂ over the parameter tensor to the denominator.
         update_clip: γ; clips the entries of M̂ ⊘ (√V̂ + ε) at ±γ, before the step size is applied. None for no clipping.
-        graft: make the update of each parameter tensor as long as Adam's would be with the same step size (grafting). It keeps
-            an average of squared gradients beside the others, as Adam does.
-        graft_cap: c; the milder form of ``graft``, which takes precedence: an update that is longer than c times Adam's is
-            shortened to that length. None for no cap.
+        graft: (a, b); make the update of each parameter tensor at least a times and at most b times as long as Adam's would be
+            with the same step size. (1, 1) is grafting: curvature decides the direction alone. It keeps an average of squared
+            gradients beside the others. None for updates of any length.
         curvature_dtype: compute the curvature's matrix products and convolutions in this dtype, as in :func:`hesscale.backward`.
         on_nonfinite: a step with a non-finite gradient or curvature never changes weights or averages. ``"raise"`` reports it
             with :class:`hesscale.NonFiniteError`: at once on a CPU, at a later step on CUDA, without waiting for the device.
@@ -85,8 +84,7 @@ class CurvatureOptimizer(DerivativeOptimizer):
         curvature_warmup: int = 0,
         damping: float = 0.0,
         update_clip: float | None = None,
-        graft: bool = False,
-        graft_cap: float | None = None,
+        graft: tuple[float, float] | None = None,
         curvature_dtype: torch.dtype | None = None,
         on_nonfinite: str = "raise",
         maximize: bool = False,
@@ -108,7 +106,6 @@ class CurvatureOptimizer(DerivativeOptimizer):
             "damping": damping,
             "update_clip": update_clip,
             "graft": graft,
-            "graft_cap": graft_cap,
             "maximize": maximize,
             "foreach": foreach,
             "capturable": capturable,
@@ -232,7 +229,7 @@ class CurvatureOptimizer(DerivativeOptimizer):
             self._has_warned_of_length = True
             warnings.warn(
                 f"{type(self).__name__}: a step changes a weight by more than {LONG_ENTRY} times the step size, since its "
-                f"curvature is nearly zero. Bound the steps with damping={SAFE_DAMPING} and graft_cap={SAFE_GRAFT_CAP}, or "
+                f"curvature is nearly zero. Bound the steps with damping={SAFE_DAMPING} and graft={SAFE_GRAFT}, or "
                 "average the first Hessian diagonals before any weight moves with curvature_warmup=10",
                 CurvatureWarning,
                 stacklevel=5,  # the line that called step

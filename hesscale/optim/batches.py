@@ -89,8 +89,7 @@ def add_parameter(batch: Batch, p: Tensor, optimizer: CurvatureOptimizer) -> Non
     averages_gradient_squares = optimizer.squares_gradient or needs_adam(batch.group)
     if averages_gradient_squares and "step" in state and "exp_avg_sq" not in state:
         raise RuntimeError(
-            "the optimizer's state has no exp_avg_sq: until now it did not average squared gradients, which Adam, graft and "
-            "graft_cap need"
+            "the optimizer's state has no exp_avg_sq: until now it did not average squared gradients, which Adam and graft need"
         )
     batch.params.append(p)
     batch.gradients.append(p.grad)  # type: ignore[arg-type]

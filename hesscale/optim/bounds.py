@@ -2,10 +2,9 @@
 
     damping δ       D ← D + δ mean(D)                      damp
     update_clip γ   D ← max(D, |M̂|/γ)                      clip_entries: no entry of M̂ ⊘ D exceeds γ
-    graft           D ← D ‖M̂ ⊘ D‖ / ‖A‖                    match_adam: U is as long as Adam's update αA
-    graft_cap c     D ← D max(1, ‖M̂ ⊘ D‖ / (c‖A‖))         match_adam: U is at most c times as long
+    graft (a, b)    D ← D r / clip(r, a, b)                match_adam: U is a to b times as long as Adam's update αA
 
-Means and lengths are those of one parameter tensor, and A = M̂ ⊘ (√V̂ of the gradient + ε).
+Means and lengths are those of one parameter tensor. A = M̂ ⊘ (√V̂ of the gradient + ε), and r = ‖M̂ ⊘ D‖ / ‖A‖.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from .scalars import is_nonzero, materialize
 if TYPE_CHECKING:
     from .batches import Batch
 
-NEUTRAL: dict[str, Any] = {"damping": 0.0, "update_clip": None, "graft": False, "graft_cap": None}  # no bounds, as in the paper
-SAFE_DAMPING, SAFE_GRAFT_CAP = 0.03, 3.0  # the defaults of AdaHesScale and AdaHesScaleGN
+NEUTRAL: dict[str, Any] = {"damping": 0.0, "update_clip": None, "graft": None}  # no bounds, as in the paper
+SAFE_DAMPING, SAFE_GRAFT = 0.03, (1.0, 3.0)  # the defaults of AdaHesScale and AdaHesScaleGN
 LONG_ENTRY = 100  # times the step size; a longer entry in one of the first WATCHED_STEPS steps draws a warning
 WATCHED_STEPS = 10
 
 
 def needs_adam(group: dict[str, Any]) -> bool:
     """Whether the length of Adam's update is needed, and with it an average of squared gradients."""
-    return bool(group["graft"]) or group["graft_cap"] is not None
+    return group["graft"] is not None
 
 
 def damp(batch: Batch, denominators: list[Tensor]) -> None:
@@ -49,19 +48,16 @@ def clip_entries(batch: Batch, denominators: list[Tensor], ratios: list[Any]) ->
 
 
 def match_adam(batch: Batch, denominators: list[Tensor], adam: list[Tensor], adam_ratios: list[Any]) -> None:
-    """Give each tensor's update the length of Adam's, or with ``graft_cap=c`` at most c times that length.
+    """Bring the length of each tensor's update between two multiples of the length of Adam's update.
 
-    The updates are M ⊘ D and M ⊘ ``adam``, and Adam's is adam_ratio times as long beside the other as that says.
+    The updates are M ⊘ D and M ⊘ ``adam``. The second has to be multiplied by adam_ratio before their lengths are compared.
     """
-    graft, cap = batch.group["graft"], batch.group["graft_cap"]
+    low, high = batch.group["graft"]
     lengths = norms(batch, list(torch._foreach_div(batch.momenta, denominators)), 2)
     targets = norms(batch, list(torch._foreach_div(batch.momenta, adam)), 2)
-    torch._foreach_mul_(targets, materialize([ratio * (1 if graft else cap) for ratio in adam_ratios]))
-    excess = list(torch._foreach_div(lengths, targets))
-    if graft:
-        excess = [torch.where(length > 0, ratio, 1.0) for ratio, length in zip(excess, lengths, strict=True)]
-    else:
-        excess = [torch.where(ratio > 1, ratio, 1.0) for ratio in excess]  # 0/0 is not greater than 1
+    torch._foreach_mul_(targets, materialize(adam_ratios))
+    relative = list(torch._foreach_div(lengths, targets))
+    excess = [torch.where(length > 0, r / r.clamp(low, high), 1.0) for length, r in zip(lengths, relative, strict=True)]
     torch._foreach_mul_(denominators, for_entries(batch, excess))
 
 

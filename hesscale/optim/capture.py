@@ -15,7 +15,7 @@ from torch import Tensor
 from ..distributed.averaging import averaged_with_gradients
 from ..distributed.sharding import check_unsharded
 from ..engine.backward import is_own_pass, own_pass
-from ..engine.nodes import edge_of, leaves_of, topological
+from ..engine.nodes import edge_of, leaves_of, reaches
 from . import CurvatureOptimizer
 
 _lock = threading.Lock()
@@ -124,16 +124,14 @@ def captured_backward(
 
 def due_optimizers(loss: Tensor, captures: list[Capture]) -> list[tuple[CurvatureOptimizer, dict[str, Any]]]:
     """The captured optimizers whose curvature is due and that have a parameter in this loss's graph, with their options."""
-    reached: set[Any] = set()
     found: dict[CurvatureOptimizer, dict[str, Any]] = {}
     for block in captures:
         for optimizer in block.optimizers:
             if not optimizer.is_curvature_due:
                 continue
-            if not reached:
-                reached = set(topological(edge_of(loss)[0]))
-                check_unsharded(leaves_of(loss))
-            if any(edge_of(p)[0] in reached for p in optimizer.parameters()):
+            if not reaches(edge_of(loss)[0], {id(p) for p in optimizer.parameters()}):
+                check_unsharded(leaves_of(loss))  # FSDP puts other tensors in the place of its parameters
+            else:
                 scaler = block.scaler
                 scale = {} if scaler is None else {"scale": scaler.scale(torch.ones((), device=loss.device))}
                 found[optimizer] = {**block.options, **scale}

@@ -17,7 +17,7 @@ from ..engine.backward import own_pass
 from ..engine.nodes import leaves_of
 from .base import CurvatureOptimizer
 from .batches import Batch
-from .bounds import NEUTRAL, SAFE_DAMPING, SAFE_GRAFT_CAP
+from .bounds import NEUTRAL, SAFE_DAMPING, SAFE_GRAFT
 from .options import check_count, check_range
 from .scalars import counter_dtype, materialize
 from .update import Quotient
@@ -30,7 +30,7 @@ class BoundedOptimizer(CurvatureOptimizer):
     """Optimizers whose updates are bounded by default.
 
     Args:
-        damping, graft_cap: as in :class:`CurvatureOptimizer`.
+        damping, graft: as in :class:`CurvatureOptimizer`.
         args, options: as in :class:`CurvatureOptimizer`.
     """
 
@@ -39,10 +39,10 @@ class BoundedOptimizer(CurvatureOptimizer):
         params: Any,
         *args: Any,
         damping: float = SAFE_DAMPING,
-        graft_cap: float | None = SAFE_GRAFT_CAP,
+        graft: tuple[float, float] | None = SAFE_GRAFT,
         **options: Any,
     ) -> None:
-        super().__init__(params, *args, damping=damping, graft_cap=graft_cap, **options)
+        super().__init__(params, *args, damping=damping, graft=graft, **options)
 
     @classmethod
     def paper(cls, params: Any, *args: Any, **options: Any) -> Self:
@@ -63,8 +63,8 @@ class BoundedOptimizer(CurvatureOptimizer):
 class AdaHesScale(BoundedOptimizer):
     """Adam with the HesScale diagonal in place of the gradient in V (Algorithm 2); with ``trust_radius``, Algorithm 3.
 
-    By default, no parameter tensor's update is longer than three times Adam's would be, and small curvature is damped
-    (``graft_cap=3.0, damping=0.03``), so that Adam's step sizes can be used. :meth:`paper` is without these bounds.
+    By default, the update of each parameter tensor is one to three times as long as Adam's would be, and small curvature is
+    damped (``graft=(1, 3), damping=0.03``), so that Adam's step sizes can be used. :meth:`paper` is without these bounds.
 
     Example:
         >>> import torch, hesscale

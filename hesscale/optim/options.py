@@ -38,10 +38,10 @@ def check_group(group: dict[str, Any]) -> None:
 
 def check_bounds(group: dict[str, Any]) -> None:
     """Refuse bounds on the update that are out of range."""
-    clip, cap = group["update_clip"], group["graft_cap"]
+    clip, graft = group["update_clip"], group["graft"]
     check_range("damping", group["damping"], 0 <= group["damping"] < math.inf)
     check_range("update_clip", clip, clip is None or clip > 0)
-    check_range("graft_cap", cap, cap is None or cap > 0)
+    check_range("graft", graft, graft is None or (len(graft) == 2 and 0 <= graft[0] <= graft[1] and graft[1] > 0))
 
 
 def check_count(name: str, value: Any, *, minimum: int) -> None:

@@ -1,35 +1,47 @@
 """Activations y = f(x): s_x = f'(x)² s + f''(x) g, in as few kernels as it takes.
 
-A node multiplies by f' in one fused kernel when it is called, so node(s) = f' s and node(node(s)) = f'² s.
+A node multiplies by f' in one fused kernel when it is called, so node(s) = f' s and node(node(s)) = f'² s. That kernel, taken
+by itself, also serves a part of a large tensor.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .elementwise import ONE_TO_ONE, Pair
-from .registry import Node, Share, Shares, chain, dimension, elementwise, linear, needs, rule, saved
+from .elementwise import Pair
+from .parts import entrywise
+from .registry import ONE_TO_ONE, Node, Share, Shares, chain, dimension, elementwise, linear, needs, rule, saved
 
-Second = TypeVar("Second", bound=Callable[[Node], Tensor])
+First = Callable[[Tensor, Tensor], Tensor]
+Second = Callable[[Tensor], Tensor]
+Kernels = TypeVar("Kernels", bound=Callable[[Node], tuple[First, Second]])
 aten = torch.ops.aten
 
 
-def by_node(*names: str) -> Callable[[Second], Second]:
-    """Register y = f(x) from ``function(node) -> f''``, a tensor of its own; f' is what the node multiplies by."""
+def curved(*names: str) -> Callable[[Kernels], Kernels]:
+    """Register y = f(x) from ``function(node)``, which returns v ↦ f'(x) v, a function of v and x, and f'', a new tensor."""
 
-    def register(function: Second) -> Second:
+    def register(function: Kernels) -> Kernels:
         def apply(node: Node, g: Share, s: Share) -> Share:
-            share = None if s is None else node(node(s))
-            if g is None:
-                return share
-            second = function(node)
-            return second.mul_(g) if share is None else share.addcmul_(second, g)
+            if g is None and s is None:
+                return None
+            first, second = function(node)
+
+            def of_part(x: Tensor, g: Share, s: Share) -> Tensor:
+                share = None if s is None else first(first(s, x), x)
+                if g is None:
+                    assert share is not None
+                    return share
+                return second(x).mul_(g) if share is None else share.addcmul_(second(x), g)
+
+            return entrywise(of_part, saved(node, "self"), g, s)
 
         apply.__doc__, apply.__module__ = function.__doc__, function.__module__
         rule(*names, **ONE_TO_ONE)(apply)
@@ -130,55 +142,68 @@ def exponential_tail(node: Node, g: Share, s: Share, rate: float) -> Share:
     return factored(node, s, aten.hardtanh_backward(g, x, -math.inf, 0), rate)
 
 
-@by_node("GeluBackward0")
-def gelu(node: Node) -> Tensor:
+@curved("GeluBackward0")
+def gelu(node: Node) -> tuple[First, Second]:
     """f' = Φ(x) + x φ(x), f'' = (2 − x²) φ(x); or of its approximation by tanh"""
-    x = saved(node, "self")
+    kind = saved(node, "approximate")
+    return partial(aten.gelu_backward, approximate=kind), gelu_by_tanh if kind == "tanh" else gelu_second
+
+
+def gelu_second(x: Tensor) -> Tensor:
     square = x * x
-    if saved(node, "approximate") == "tanh":
-        return gelu_by_tanh(x, square)
     scale = 1 / math.sqrt(2 * math.pi)
     return (square * -0.5).exp_().mul_(square.mul_(-scale).add_(2 * scale))
 
 
-def gelu_by_tanh(x: Tensor, square: Tensor) -> Tensor:
+def gelu_by_tanh(x: Tensor) -> Tensor:
     """y = ½ x (1 + t), t = tanh u, u = k (x + c x³): f'' = (1 − t²) (u' + ½ x u'' − x t u'²)."""
     k, c = math.sqrt(2 / math.pi), 0.044715
+    square = x * x
     t = (square * (k * c)).add_(k).mul_(x).tanh_()
     cubic = square * (3 * k * c)  # u' = k + cubic, x u'' = 2 cubic
     second = torch.addcmul(2 * cubic + k, cubic.add_(k).square_().mul_(x), t, value=-1)
     return aten.tanh_backward(second, t)
 
 
-@by_node("SiluBackward0")
-def silu(node: Node) -> Tensor:
+@curved("SiluBackward0")
+def silu(node: Node) -> tuple[First, Second]:
     """p = σ(x): f' = p (1 + x (1 − p)), f'' = p (1 − p) (2 + x − 2xp)"""
-    x = saved(node, "self")
+    return aten.silu_backward, silu_second
+
+
+def silu_second(x: Tensor) -> Tensor:
     p = torch.sigmoid(x)
     return aten.sigmoid_backward(torch.addcmul(x, x, p, value=-2).add_(2), p)
 
 
-@by_node("MishBackward0")
-def mish(node: Node) -> Tensor:
+@curved("MishBackward0")
+def mish(node: Node) -> tuple[First, Second]:
     """p = σ(x), t = tanh(log(1 + eˣ)): f' = t + x p (1 − t²), f'' = p (1 − t²) (2 + x (1 − p − 2tp))"""
-    x = saved(node, "self")
+    return aten.mish_backward, mish_second
+
+
+def mish_second(x: Tensor) -> Tensor:
     p, t = torch.sigmoid(x), F.softplus(x).tanh_()
     second = (1 - p).addcmul_(t, p, value=-2).mul_(x).add_(2)
     return aten.tanh_backward(second.mul_(p), t)
 
 
-@by_node("HardswishBackward0")
-def hardswish(node: Node) -> Tensor:
+@curved("HardswishBackward0")
+def hardswish(node: Node) -> tuple[First, Second]:
     """f' = x/3 + ½ and f'' = ⅓ where |x| < 3; else f' = 0 or 1"""
-    x = saved(node, "self")
-    return aten.hardtanh_backward(torch.full_like(x, 1 / 3), x, -3, 3)
+    return aten.hardswish_backward, lambda x: aten.hardtanh_backward(torch.full_like(x, 1 / 3), x, -3, 3)
 
 
-@by_node("SoftplusBackward0")
-def softplus(node: Node) -> Tensor:
+@curved("SoftplusBackward0")
+def softplus(node: Node) -> tuple[First, Second]:
     """f' = σ(βx), f'' = β f' (1 − f'); beyond the threshold f' = 1"""
-    first = node(torch.ones_like(saved(node, "self")))
-    return torch.addcmul(first, first, first, value=-1).mul_(saved(node, "beta"))
+    first = partial(aten.softplus_backward, beta=saved(node, "beta"), threshold=saved(node, "threshold"))
+
+    def second(x: Tensor) -> Tensor:
+        slope = first(torch.ones_like(x), x)
+        return torch.addcmul(slope, slope, slope, value=-1).mul_(saved(node, "beta"))
+
+    return first, second
 
 
 @rule("GluBackward0", fan_out=False)

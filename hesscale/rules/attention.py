@@ -17,7 +17,8 @@ from .bilinear import squared
 from .reductions import plus
 from .registry import BL89, Final, Node, Share, chain, needs, rule, saved
 
-MAX_ENTRIES = {"cpu": 2**20, "cuda": 2**26}  # of a block of P; a handful of such blocks are in memory at once
+MAX_ENTRIES = {"cpu": 2**18, "cuda": 2**26}  # of a block of P; a handful of such blocks are in memory at once
+CAUSAL_ROWS = 32  # of a block on a CPU, at least: a block leaves out the columns that none of its rows sees
 NODES = (
     "ScaledDotProductFlashAttentionForCpuBackward0",
     "ScaledDotProductFlashAttentionBackward0",
@@ -29,19 +30,20 @@ CUDNN_DROPOUT = Final(
     "torch.nn.attention.sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION), or without dropout in attention"
 )
 Block = tuple[slice, slice, slice]  # batches, heads and rows
-ScoreRule = Callable[[Tensor, Share, Share, Share], Tensor]
+ScoreRule = Callable[[Tensor, Tensor, Share, Share, Share], Tensor]
 
 
 class Attention(NamedTuple):
     """What an attention node has saved, in tensors of shape (batch, heads, length, size).
 
     Attributes:
-        q, k, v: with one head of keys and values for each head of queries.
+        q: c Q.
+        k, v: with one head of keys and values for each head of queries.
         output: O.
         bias: B, where it is not zero.
         keep: what dropout multiplies P by, where there is dropout.
-        scale: c.
         is_causal: whether row i sees columns up to i only.
+        squares: of c Q and c K, in the dtype of s, and of V.
     """
 
     q: Tensor
@@ -50,8 +52,8 @@ class Attention(NamedTuple):
     output: Tensor
     bias: Tensor | None
     keep: Tensor | None
-    scale: float
     is_causal: bool
+    squares: tuple[Tensor, Tensor, Tensor]
 
     def columns(self, rows: slice) -> slice:
         """The columns that some of these rows see."""
@@ -60,29 +62,35 @@ class Attention(NamedTuple):
     def probabilities(self, block: Block, columns: slice) -> Tensor:
         """Rows of P."""
         batches, heads, rows = block
-        scores = product(self.q[block], self.k[batches, heads, columns].mT).mul_(self.scale)
-        if self.is_causal:
-            row, column = (torch.arange(part.start, part.stop, device=scores.device) for part in (rows, columns))
-            scores.masked_fill_(column > row[:, None], -math.inf)
+        scores = self.q[block] @ self.k[batches, heads, columns].mT
+        if self.is_causal:  # columns before the first row are seen by all
+            row = torch.arange(rows.start, rows.stop, device=scores.device)
+            column = torch.arange(min(rows.start, columns.stop), columns.stop, device=scores.device)
+            scores[..., rows.start :].masked_fill_(column > row[:, None], -math.inf)
         if self.bias is None:
             return scores.softmax(-1)
         return torch._safe_softmax(scores + self.bias[batches, heads, rows, columns], -1)  # some rows may see nothing
 
 
-def read(node: Node) -> Attention:
+def read(node: Node, like: Tensor) -> Attention:
+    """What the node has saved, in single precision or better; squares in the dtype of ``like``."""
     q, k, v = (saved(node, name) for name in ("query", "key", "value"))
+    scale = saved(node, "scale")
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     groups = q.shape[1] // max(k.shape[1], 1)
     if groups > 1:
         k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
     shape = (*q.shape[:3], k.shape[2])
+    # In the order of their dimensions: products of blocks would copy them otherwise.
+    q, k, v = (x.to(torch.promote_types(x.dtype, torch.float32)).contiguous() for x in (q, k, v))
+    q = q * scale
     bias = next((getattr(node, name) for name in ("_saved_attn_mask", "_saved_attn_bias") if hasattr(node, name)), None)
-    scale = saved(node, "scale")
     return Attention(
         *(q, k, v, saved(node, "output")),
         bias=None if bias is None else bias.expand(shape),
         keep=dropout_factors(node, shape) if saved(node, "dropout_p") else None,
-        scale=1 / math.sqrt(q.shape[-1]) if scale is None else scale,
         is_causal=saved(node, "is_causal"),
+        squares=(squared(q, like), squared(k * scale, like), v * v),
     )
 
 
@@ -121,10 +129,13 @@ def flash_dropout_mask(node: Node) -> Tensor:
 def blocks(given: Attention) -> Iterator[Block]:
     """All rows of P in parts that are not too large: of several batches, of several heads of one, or of one head."""
     batches, heads, rows, columns = *given.q.shape[:3], given.k.shape[2]
-    limit = max(1, MAX_ENTRIES.get(given.q.device.type, MAX_ENTRIES["cpu"]) // max(columns, 1))  # rows
+    device = given.q.device.type
+    limit = max(1, MAX_ENTRIES.get(device, MAX_ENTRIES["cpu"]) // max(columns, 1))  # rows
     by_rows = min(limit, rows)
-    by_heads = min(max(limit // max(rows, 1), 1), heads)
-    by_batches = min(max(limit // max(rows * heads, 1), 1), batches)
+    if given.is_causal and device == "cpu" and not torch.compiler.is_compiling():
+        by_rows = min(by_rows, max(rows // 4, CAUSAL_ROWS))
+    by_heads = min(max(limit // max(by_rows, 1), 1), heads)
+    by_batches = min(max(limit // max(by_rows * heads, 1), 1), batches)
     for batch in parts(batches, by_batches):
         for head in parts(heads, by_heads):
             for row in parts(rows, by_rows):
@@ -135,30 +146,22 @@ def parts(count: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, count)) for start in range(0, count, max(size, 1)))
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """a b in single precision or better, also of factors with 16 bits."""
-    if a.dtype.itemsize > 2:
-        return a @ b
-    return a.float() @ b.float()
-
-
-def softmax_rule(p: Tensor, g: Share, s: Share, mean: Share) -> Tensor:
+def softmax_rule(p: Tensor, squares: Tensor, g: Share, s: Share, mean: Share) -> Tensor:
     """w − 2 p w + p² Σ_k s_k p_k² with w = s p² + p (g − mean), where mean = Σ_k g_k p_k; writes into g and s"""
-    w = None if s is None else s.mul_(p).mul_(p)
-    share = None if w is None else p * w.sum(-1, keepdim=True)
+    w = None if s is None else s.mul_(squares)
+    total = None if w is None else w.sum(-1, keepdim=True)
     if g is not None:
         assert mean is not None
-        term = g.sub_(mean).mul_(p)
-        w = term if w is None else w.add_(term)
+        slope = g.sub_(mean)
+        w = slope.mul_(p) if w is None else w.addcmul_(slope, p)
     assert w is not None
-    if share is None:
-        return w.addcmul_(w, p, value=-2)
-    return share.sub_(w, alpha=2).mul_(p).add_(w)
+    w.addcmul_(w, p, value=-2)
+    return w if total is None else w.addcmul_(squares, total)
 
 
-def softmax_as_if_elementwise(p: Tensor, g: Share, s: Share, mean: Share) -> Tensor:
+def softmax_as_if_elementwise(p: Tensor, squares: Tensor, g: Share, s: Share, mean: Share) -> Tensor:
     """f' = p (1 − p), f'' = f' (1 − 2 p)"""
-    first = p - p * p
+    first = p - squares
     share = chain(first, first * (1 - 2 * p), g, s)
     assert share is not None
     return share
@@ -169,9 +172,10 @@ def shares_of(node: Node, g: Share, s: Share, score_rule: ScoreRule) -> list[Sha
     shares: list[Share] = [None] * len(node.next_functions)
     if g is None and s is None:
         return shares
-    given = read(node)
     like = g if s is None else s
     assert like is not None
+    given = read(node, like)
+    g, s = (None if x is None else x.contiguous() for x in (g, s))
     dtype = torch.promote_types(like.dtype, torch.float32)  # of sums over blocks
     for i, tensor in enumerate((given.q, given.k, given.v)):
         if needs(node, i) and (i < 2 or s is not None):
@@ -193,33 +197,29 @@ def add_shares(shares: list[Share], given: Attention, block: Block, g: Share, s:
     batches, heads, rows = block
     columns = given.columns(rows)
     seen = batches, heads, columns
-    like = g if s is None else s
-    assert like is not None
     p = given.probabilities(block, columns)
+    squares = p * p
     keep = None if given.keep is None else given.keep[batches, heads, rows, columns]
-    kept = p if keep is None else p * keep
     if s is not None and shares[2] is not None:
-        shares[2][seen] += (kept * kept).to(s.dtype).mT @ s
+        kept = squares if keep is None else squares * keep * keep
+        shares[2][seen] += kept.to(s.dtype).mT @ s
     if all(share is None for share in (shares[0], shares[1], *shares[3:])):
         return
-    v = given.v[seen]
-    to_p = None if s is None else product(s, squared(v, s).mT)
-    slope = None if g is None else product(g.to(torch.promote_types(g.dtype, v.dtype)), v.mT)
+    to_p = None if s is None else s.to(p.dtype) @ given.squares[2][seen].mT
+    slope = None if g is None else g.to(p.dtype) @ given.v[seen].mT
     if keep is not None:
         to_p = None if to_p is None else to_p.mul_(keep).mul_(keep)
         slope = None if slope is None else slope.mul_(keep)
     mean = None if g is None else (g.to(p.dtype) * given.output[block]).sum(-1, keepdim=True)
-    to_scores = score_rule(p, slope, to_p, mean)
+    to_scores = score_rule(p, squares, slope, to_p, mean)
     if len(shares) > 3 and shares[3] is not None:
         add_to_bias(shares[3], to_scores, (*block, columns))
-    to_product = to_scores.mul_(given.scale**2)
-    for i, share in enumerate(shares[:2]):
-        if share is not None:
-            rounded = to_product.to(like.dtype)
-            if i == 0:
-                share[block] += rounded @ squared(given.k[seen], like)
-            else:
-                share[seen] += rounded.mT @ squared(given.q[block], like)
+    of_q, of_k, _ = given.squares
+    to_product = to_scores.to(of_q.dtype)
+    if shares[0] is not None:
+        shares[0][block] += to_product @ of_k[seen]
+    if shares[1] is not None:
+        shares[1][seen] += to_product.mT @ of_q[block]
 
 
 def add_to_bias(share: Tensor, to_scores: Tensor, where: tuple[slice, ...]) -> None:

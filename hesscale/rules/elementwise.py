@@ -11,21 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .registry import (
-    Node,
-    Share,
-    Shares,
-    chain,
-    elementwise,
-    elementwise_same,
-    linear,
-    needs,
-    rule,
-    saved,
-)
+from .registry import ONE_TO_ONE, Node, Share, Shares, chain, elementwise, linear, needs, rule, saved
 
 Pair = tuple[Any, Any]
-ONE_TO_ONE: dict[str, Any] = {"fan_in": False, "fan_out": False, "broadcast": True, "same": elementwise_same}
 
 
 def operand(node: Node, name: str) -> Any:

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .parts import by_parts
+from .reductions import plus
 from .registry import Node, Share, chain, dimension, needs, rule, saved
 
 AFFINE = (True, False, False)  # y is linear in weight and bias
@@ -45,6 +47,11 @@ def of_input(
     return share.mul_(scale * scale)
 
 
+def of_weight(normed: Tensor, s: Share, dims: tuple[int, ...]) -> Share:
+    """Σ s x̂², over all that one entry of the weight multiplies."""
+    return None if s is None else (s * normed).mul_(normed).sum(dims)
+
+
 def times(value: Share, weight: Share) -> Share:
     return value if value is None or weight is None else value * weight
 
@@ -57,20 +64,28 @@ def shaped(value: Any, *shape: int) -> Any:
     return None if value is None else value.reshape(shape)
 
 
-@rule("NativeLayerNormBackward0", curved=AFFINE)
+@rule("NativeLayerNormBackward0", curved=AFFINE, fresh=True)
 def layer_norm(node: Node, g: Share, s: Share) -> list[Share]:
     """over the last dimensions; weight Σ s x̂², bias Σ s"""
     shape, scale, weight = saved(node, "normalized_shape"), saved(node, "result2"), saved(node, "weight")
-    normed = (saved(node, "input") - saved(node, "result1")).mul_(scale)
+    operands: tuple[Any, ...] = saved(node, "input"), saved(node, "result1"), scale, g, s
     dims, m = tuple(range(-len(shape), 0)), math.prod(shape)
-    return [
-        of_input(normed, scale, times(g, weight), times(s, squared(weight)), dims, m) if needs(node, 0) else None,
-        times(s, normed * normed) if needs(node, 1) else None,
-        s,
-    ]
+    if operands[0].dim() == len(shape):  # one row
+        operands = tuple([None if t is None else t.unsqueeze(0) for t in operands])
+    rows = tuple(range(operands[0].dim() - len(shape)))
+
+    def of_rows(x: Tensor, mean: Tensor, scale: Tensor, g: Share, s: Share) -> tuple[Share, Share]:
+        normed = (x - mean).mul_(scale)
+        share = of_input(normed, scale, times(g, weight), times(s, squared(weight)), dims, m) if needs(node, 0) else None
+        return share, of_weight(normed, s, rows) if needs(node, 1) else None
+
+    share, (to_weight, *further) = by_parts(of_rows, 0, *operands)
+    for part in further:
+        to_weight = plus(to_weight, part)
+    return [share, to_weight, s]
 
 
-@rule("FusedRmsNormBackward0", curved=AFFINE[:2])
+@rule("FusedRmsNormBackward0", curved=AFFINE[:2], fresh=True)
 def rms_norm(node: Node, g: Share, s: Share) -> list[Share]:
     """over the last dimensions, about zero; not whole, so as to agree with x · rsqrt(mean x² + ε) operator by operator"""
     x, shape, weight = saved(node, "input"), saved(node, "normalized_shape"), saved(node, "weight")
@@ -83,7 +98,7 @@ def rms_norm(node: Node, g: Share, s: Share) -> list[Share]:
     ]
 
 
-@rule("WeightNormInterfaceBackward0", curved=AFFINE[:2])
+@rule("WeightNormInterfaceBackward0", curved=AFFINE[:2], fresh=True)
 def weight_norm(node: Node, g: Share, s: Share) -> list[Share]:
     """w = γ v/‖v‖: about zero, with ‖v‖² a sum in place of a mean (m = 1)"""
     v, weight = saved(node, "v"), saved(node, "g")
@@ -97,7 +112,7 @@ def weight_norm(node: Node, g: Share, s: Share) -> list[Share]:
     ]
 
 
-@rule("NativeGroupNormBackward0", many=True, curved=AFFINE)
+@rule("NativeGroupNormBackward0", many=True, curved=AFFINE, fresh=True)
 def group_norm(node: Node, g: tuple[Share, ...], s: tuple[Share, ...]) -> list[Share]:
     """over the channels of a group and all positions; weight Σ s x̂², bias Σ s"""
     x, weight, groups = saved(node, "input"), saved(node, "weight"), saved(node, "group")
@@ -135,6 +150,7 @@ def of_statistics(normed: Tensor, scale: Tensor, m: int, s_mean: Share, g_scale:
     "CudnnBatchNormBackward0",
     "MiopenBatchNormBackward0",
     curved=AFFINE,
+    fresh=True,
 )
 def batch_norm(node: Node, g: Share, s: Share) -> list[Share]:
     """over batch and positions in training, else as below"""
@@ -143,15 +159,21 @@ def batch_norm(node: Node, g: Share, s: Share) -> list[Share]:
     x = saved(node, "input")
     mean, scale, weight = per_channel(x, saved(node, "result1"), saved(node, "result2"), saved(node, "weight"))
     dims, m = positions(x), x.numel() // max(x.shape[1], 1)
-    normed = (x - mean).mul_(scale)
+
+    def of_channels(x: Tensor, mean: Tensor, scale: Tensor, weight: Share, g: Share, s: Share) -> tuple[Share, Share]:
+        normed = (x - mean).mul_(scale)
+        share = of_input(normed, scale, times(g, weight), times(s, squared(weight)), dims, m) if needs(node, 0) else None
+        return share, of_weight(normed, s, dims) if needs(node, 1) else None
+
+    share, by_part = by_parts(of_channels, 1 - x.dim(), x, mean, scale, weight, g, s)
     return [
-        of_input(normed, scale, times(g, weight), times(s, squared(weight)), dims, m) if needs(node, 0) else None,
-        None if s is None or not needs(node, 1) else (s * normed * normed).sum(dims),
+        share,
+        None if by_part[0] is None else torch.cat(by_part),
         None if s is None or not needs(node, 2) else s.sum(dims),
     ]
 
 
-@rule("NativeBatchNormLegitNoTrainingBackward0", "BatchNormNoUpdateBackward0", curved=False, fan_in=False)
+@rule("NativeBatchNormLegitNoTrainingBackward0", "BatchNormNoUpdateBackward0", curved=False, fan_in=False, fresh=True)
 def batch_norm_in_evaluation(node: Node, g: Share, s: Share) -> list[Share]:
     """by constant statistics: (γ/σ)² s"""
     if s is None:

@@ -47,6 +47,8 @@ class Rule:
         contraction: a matrix product or its like, where the head ends.
         factors: of a product, the names under which a node saves its two factors, which are its last two inputs. If one of them
             is a constant, the product belongs to the head.
+        fresh: a share is s itself or a new tensor, never a view of s, so that the engine may write into it; true of every
+            contraction.
         many: the node has several differentiable outputs; g and s are then tuples.
         used_outputs: those of its outputs that may carry gradients; a graph that uses another is refused. None: all.
         same: the rule for a node that meets one tensor at several of its inputs; it returns that tensor's one share per
@@ -68,6 +70,7 @@ class Rule:
     fan_out: bool = True
     broadcast: bool = False
     contraction: bool = False
+    fresh: bool = False
     factors: tuple[str, str] | None = None
     many: bool = False
     used_outputs: tuple[int, ...] | None = None
@@ -124,6 +127,8 @@ REFUSED: dict[str, str] = {
     "torch.backends.mkldnn.flags(enabled=False)",
     "BackwardBackward": "the loss holds a gradient (create_graph=True), whose curvature needs third derivatives. "
     "Take such a term out of the loss, or detach it",
+    "SparseMmReduce": "sparse tensors have no curvature rules here. With torch_geometric, pass edge_index and not a sparse "
+    "adjacency; elsewhere use dense tensors",
     "Sparse": "sparse tensors have no curvature rules. Use dense ones",
     "ToDense": "sparse tensors have no curvature rules. Use dense ones",
     "ValuesBackward": "sparse tensors have no curvature rules. Use dense ones",
@@ -184,7 +189,7 @@ def elementwise(*names: str, **facts: Any) -> Callable[[F], F]:
             return [None if pair is None else chain(pair[0], pair[1], g, s) for pair in pairs]
 
         apply.__doc__, apply.__module__ = function.__doc__, function.__module__
-        rule(*names, **{"fan_in": False, "fan_out": False, "broadcast": True, "same": elementwise_same, **facts})(apply)
+        rule(*names, **{**ONE_TO_ONE, **facts})(apply)
         return function
 
     return register
@@ -236,6 +241,8 @@ def _elementwise_by_autograd(node: Node, g: Share, s: Share, merge: bool) -> Sha
     return shares
 
 
+# Facts about elementwise operators, unless their rules say otherwise.
+ONE_TO_ONE: dict[str, Any] = {"fan_in": False, "fan_out": False, "broadcast": True, "fresh": True, "same": elementwise_same}
 MISSING = object()
 
 

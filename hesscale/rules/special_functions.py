@@ -8,8 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .elementwise import ONE_TO_ONE, Pair, finite, operand, scale
-from .registry import REFUSED, Final, Node, Share, Shares, chain, elementwise, elementwise_auto, linear, needs, rule, saved
+from .elementwise import Pair, finite, operand, scale
+from .registry import (
+    ONE_TO_ONE,
+    REFUSED,
+    Final,
+    Node,
+    Share,
+    Shares,
+    chain,
+    elementwise,
+    elementwise_auto,
+    linear,
+    needs,
+    rule,
+    saved,
+)
 
 LN2, LN10 = math.log(2), math.log(10)
 

@@ -850,6 +850,12 @@ def test_sparse_parameters_are_refused(make, fallback):
     assert "sparse" in refuses((x @ other).square().sum() + other.sum(), "dense", [x, other], fallback)
 
 
+def test_reductions_over_a_sparse_adjacency_are_refused_in_the_words_of_graph_networks():
+    x = torch.randn(3, 2, requires_grad=True)
+    constant = sparse_matrix(torch.tensor([1.0, 2.0, 3.0])).to_sparse_csr()
+    assert "edge_index" in refuses(torch.sparse.mm(constant, x, "mean").square().sum(), "SparseMmReduce", [x])
+
+
 @pytest.mark.parametrize("product", [torch.matmul, torch.sparse.mm])
 def test_a_constant_sparse_factor_is_right_or_refused(product):
     """A graph network's product with its adjacency matrix is an ordinary matrix product to autograd."""
@@ -1025,6 +1031,19 @@ def test_scripted_functions_are_refused():
         y = function(x)
     said = refuses(y.square().sum(), "no curvature rule for DifferentiableGraphBackward", [x])
     assert "PYTORCH_JIT=0" in said
+
+
+@pytest.mark.parametrize("orthogonal_map", ["matrix_exp", "householder"])
+def test_orthogonal_layers_are_refused_with_the_map_that_is_not(orthogonal_map):
+    def loss(orthogonal_map):
+        layer = nn.utils.parametrizations.orthogonal(nn.Linear(3, 3), orthogonal_map=orthogonal_map)
+        return layer(torch.ones(2, 3)).tanh().square().sum(), list(layer.parameters())
+
+    value, parameters = loss(orthogonal_map)
+    assert "orthogonal_map='cayley'" in refuses(value, "no curvature rule for Linalg", parameters)
+    value, parameters = loss("cayley")
+    hesscale.backward(value)
+    assert all(p.hess_diag.isfinite().all() and p.hess_diag.any() for p in parameters)
 
 
 def gated(x: torch.Tensor) -> torch.Tensor:

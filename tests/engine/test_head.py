@@ -161,9 +161,18 @@ def test_products_in_several_batches_and_without_vmap(monkeypatch):
     def refuses(*_):
         raise RuntimeError("vmap: no batching rule")
 
-    monkeypatch.setattr(torch, "vmap", lambda function: refuses)
+    monkeypatch.setattr("hesscale.engine.head_values.map_rows", refuses)
     (one_by_one,) = hesscale.grad(loss, z, retain_graph=True)[1]
     torch.testing.assert_close(in_batches, one_by_one)
+
+
+def test_a_tensor_inside_the_head_is_served_where_all_below_it_is_known():
+    """Double backward gives the diagonal at z, so nothing below the expectation is asked of the rules, but it itself is."""
+    z = output()
+    expectation = (z.softmax(-1) * ACTION).sum(-1)
+    loss = expectation.square().mean()
+    truth = [hessian_diagonal(loss, expectation), hessian_diagonal(loss, z)]
+    torch.testing.assert_close(list(hesscale.grad(loss, [expectation, z])[1]), truth)
 
 
 def test_nothing_is_learned_from_a_flat_start():

@@ -70,6 +70,41 @@ def test_a_quick_run_has_ratios_of_its_methods(quick):
     assert {"cpu", "cores", "threads", "gpu", "torch", "python", "commit"} <= record["machine"].keys()
 
 
+def test_the_backward_pass_is_timed_alone(quick):
+    _, record = quick
+    (workload,) = record["workloads"]
+    rows = {row["method"]: row for row in workload["rows"]}
+    assert rows["adam"]["backward_ratio"]["median"] == 1
+    assert rows["adahesscale"]["backward_ratio"]["median"] > 0
+    header, *_ = tables.workload_table(workload, "cpu").header[-1:]
+    assert header == tables.BACKWARD
+    for row in workload["rows"]:
+        row = dict(row)
+        row.pop("backward_ratio")
+        assert len(tables.workload_table({**workload, "rows": [row]}, "cpu").header) == len(tables.HEADER)
+
+
+def test_backward_passes_are_averaged_block_by_block():
+    step = Step(METHODS["adam"], "eager", SMALL.model(CPU), SMALL.loss(), SMALL.data(CPU))
+    case = measure.Case(step, calls=2)
+    step.run()
+    assert len(step.backward_times) == 1
+    case.forget_backward()
+    assert case.backward_ms(CPU) is None
+    step.backward_times += [1e-3, 3e-3, 5e-3, 7e-3]
+    assert case.backward_ms(CPU) == pytest.approx([2, 6])
+    assert case.backward_ms(torch.device("cuda")) is None
+
+
+@pytest.mark.parametrize("name", ["vit", "gpt", "nf-resnet", "nf-resnet-b1"])
+def test_deep_networks_have_a_diagonal_everywhere(name):
+    workload = WORKLOADS[name]
+    model, (x, y) = workload.model(CPU), workload.data(CPU)
+    loss = workload.loss()(model(x[:1]), y[: len(y) // len(x)])
+    hesscale.backward(loss)
+    assert all(p.hess_diag.isfinite().all() and p.hess_diag.any() for p in model.parameters())
+
+
 def test_the_table_is_made_from_the_record(quick):
     folder, record = quick
     text = (folder / "step_cost.md").read_text(encoding="utf-8")
@@ -134,7 +169,8 @@ def test_networks_fit_their_batches(workload):
         pytest.skip("too large to try")
     model = workload.model(CPU)
     x, y = workload.data(CPU)
-    assert workload.loss()(model(x[:2]), y[:2]).isfinite()
+    targets_of_one = len(y) // len(x)
+    assert workload.loss()(model(x[:2]), y[: 2 * targets_of_one]).isfinite()
     twin = workload.model(CPU)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
 

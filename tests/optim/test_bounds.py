@@ -17,10 +17,10 @@ from hesscale.optim import AdaHesScale, AdaHesScaleGN, Adam
 BOUNDS = {
     "damped": {"damping": 0.3},
     "clipped": {"update_clip": 0.7},
-    "grafted": {"graft": True},
-    "capped": {"graft_cap": 1.5},
-    "default": {"damping": 0.03, "graft_cap": 3.0},
-    "all": {"damping": 0.1, "update_clip": 2.0, "graft_cap": 0.5},
+    "grafted": {"graft": (1.0, 1.0)},
+    "capped": {"graft": (0.0, 1.5)},
+    "default": {"damping": 0.03, "graft": (1.0, 3.0)},
+    "all": {"damping": 0.1, "update_clip": 2.0, "graft": (0.2, 0.5)},
 }
 
 
@@ -47,19 +47,17 @@ def test_clipping_by_hand():
 def test_a_grafted_update_is_as_long_as_adams_by_hand():
     """Adam's first update is the sign, of length √2. The update (1/2, 3/4) has the length √13/4."""
     factor = 2**0.5 / (13**0.5 / 4)
-    assert bowl([1.0, 3.0], damping=0.5, graft=True) == pytest.approx([factor / 2, factor * 3 / 4])
+    assert bowl([1.0, 3.0], damping=0.5, graft=(1.0, 1.0)) == pytest.approx([factor / 2, factor * 3 / 4])
 
 
-@pytest.mark.parametrize(("cap", "factor"), [(0.1, 0.1 * 2**0.5 / (13**0.5 / 4)), (3.0, 1.0)])
-def test_only_updates_longer_than_the_cap_are_shortened_by_hand(cap, factor):
-    assert bowl([1.0, 3.0], damping=0.5, graft_cap=cap) == pytest.approx([factor / 2, factor * 3 / 4])
+@pytest.mark.parametrize(("graft", "multiple"), [((0.0, 0.1), 0.1), ((0.0, 3.0), 13**0.5 / 4 / 2**0.5), ((2.0, 3.0), 2.0)])
+def test_the_length_stays_between_two_multiples_of_adams_by_hand(graft, multiple):
+    """The update (1/2, 3/4) is 0.64 times as long as Adam's."""
+    factor = multiple * 2**0.5 / (13**0.5 / 4)
+    assert bowl([1.0, 3.0], damping=0.5, graft=graft) == pytest.approx([factor / 2, factor * 3 / 4])
 
 
-def test_grafting_takes_precedence_over_the_cap():
-    assert bowl([1.0, 3.0], graft=True, graft_cap=0.1) == bowl([1.0, 3.0], graft=True)
-
-
-def written_out(model, method="hesscale", lr=0.01, damping=0.0, update_clip=None, graft=False, graft_cap=None, count=20):
+def written_out(model, method="hesscale", lr=0.01, damping=0.0, update_clip=None, graft=None, count=20):
     """Algorithm 2 with bounds, one parameter at a time."""
     params = list(model.parameters())
     M, V, G = ([torch.zeros_like(p) for p in params] for _ in range(3))
@@ -75,10 +73,9 @@ def written_out(model, method="hesscale", lr=0.01, damping=0.0, update_clip=None
             if update_clip is not None:
                 U = U.clamp(-update_clip, update_clip)
             adam = M[l] / first / ((G[l] / second).sqrt() + 1e-8)
-            if graft:
-                U = U * adam.norm() / U.norm()
-            elif graft_cap is not None:
-                U = U * min(1.0, float(graft_cap * adam.norm() / U.norm()))
+            if graft is not None:
+                relative = float(U.norm() / adam.norm())
+                U = U * min(max(relative, graft[0]), graft[1]) / relative
             with torch.no_grad():
                 p -= lr * U
     return [p.detach() for p in params]
@@ -89,7 +86,7 @@ def written_out(model, method="hesscale", lr=0.01, damping=0.0, update_clip=None
 @pytest.mark.parametrize("bounds", BOUNDS)
 def test_bounded_updates_follow_the_formulas(bounds, optimizer, foreach):
     model, other = make_model(), make_model()
-    options = {"damping": 0.0, "graft_cap": None, **BOUNDS[bounds]}
+    options = {"damping": 0.0, "graft": None, **BOUNDS[bounds]}
     train(model, optimizer(model.parameters(), lr=0.01, foreach=foreach, **options))
     assert_same(model, written_out(other, optimizer.method, **BOUNDS[bounds]))
 
@@ -97,12 +94,12 @@ def test_bounded_updates_follow_the_formulas(bounds, optimizer, foreach):
 def test_the_defaults_are_bounded():
     model, other = make_model(), make_model()
     train(model, AdaHesScale(model.parameters(), lr=0.01))
-    assert_same(model, written_out(other, damping=0.03, graft_cap=3.0))
+    assert_same(model, written_out(other, damping=0.03, graft=(1.0, 3.0)))
 
 
 @pytest.mark.parametrize("bounds", BOUNDS)
 def test_bounds_in_a_traced_step_and_in_an_ensemble(bounds):
-    options = {"damping": 0.0, "graft_cap": None, **BOUNDS[bounds]}
+    options = {"damping": 0.0, "graft": None, **BOUNDS[bounds]}
     models = [make_model() for _ in range(2)]
     optimizers = [AdaHesScale(model.parameters(), lr=lr, **options) for model, lr in zip(models, (0.01, 0.02), strict=True)]
 
@@ -123,22 +120,22 @@ def test_bounds_in_a_traced_step_and_in_an_ensemble(bounds):
 def test_groups_have_bounds_of_their_own():
     model = make_model()
     first, second = list(model.parameters())[:2], list(model.parameters())[2:]
-    groups = [{"params": first, "graft": True}, {"params": second, "damping": 0.5}]
+    groups = [{"params": first, "graft": (1.0, 1.0)}, {"params": second, "damping": 0.5}]
     train(model, AdaHesScale.paper(groups, lr=0.01), count=1)
-    grafted, damped = written_out(make_model(), graft=True, count=1), written_out(make_model(), damping=0.5, count=1)
+    grafted, damped = written_out(make_model(), graft=(1.0, 1.0), count=1), written_out(make_model(), damping=0.5, count=1)
     assert_same(model, grafted[:2] + damped[2:])
 
 
 def test_the_trust_region_measures_the_bounded_update():
     w = weight()
-    optimizer = AdaHesScale([w], lr=0.5, eps=0, damping=0.0, update_clip=0.5, graft_cap=None, trust_radius=0.0002)
+    optimizer = AdaHesScale([w], lr=0.5, eps=0, damping=0.0, update_clip=0.5, graft=None, trust_radius=0.0002)
     optimizer.backward((0.5 * w * w).sum())
     optimizer.step()  # U = 0.25 and h = 0.0625, so η = √(0.0004/0.0625)
     assert float(optimizer.eta[0]) == pytest.approx(0.08)
 
 
 def test_weights_without_curvature_move_as_far_as_adam_lets_them():
-    """Where the diagonal of a whole tensor is zero, ε alone divides, and the cap bounds the step."""
+    """Where the diagonal of a whole tensor is zero, ε alone divides, and the length is bounded."""
     w = weight(size=4)
     optimizer = AdaHesScale([w], lr=0.1)
     optimizer.backward((2 * w).sum())
@@ -147,7 +144,7 @@ def test_weights_without_curvature_move_as_far_as_adam_lets_them():
     assert (1 - w.detach()).tolist() == pytest.approx([0.3] * 4)
 
 
-@pytest.mark.parametrize("options", [{"graft": True, "graft_cap": None}, {"graft_cap": 2.0}])
+@pytest.mark.parametrize("options", [{"graft": (1.0, 1.0)}, {"graft": (0.0, 2.0)}, {"graft": (2.0, 3.0)}])
 def test_no_gradient_no_step(options):
     """0/0 would be the length of nothing relative to nothing."""
     w = weight(size=2)
@@ -159,7 +156,7 @@ def test_no_gradient_no_step(options):
 
 def test_bfloat16_lengths_are_measured_in_single_precision():
     w = torch.ones(4096, dtype=torch.bfloat16, requires_grad=True)
-    optimizer = AdaHesScale([w], lr=0.5, damping=0.0, graft=True)
+    optimizer = AdaHesScale([w], lr=0.5, damping=0.0, graft=(1.0, 1.0))
     optimizer.backward(w.float().square().sum())
     optimizer.step()
     assert w.detach().float().mean() == pytest.approx(0.5, abs=0.01)
@@ -171,7 +168,7 @@ def test_states_saved_without_bounds_go_on_without():
     train(model, optimizer, count=3)
     saved = optimizer.state_dict()
     for group in saved["param_groups"]:
-        for name in ("damping", "update_clip", "graft", "graft_cap"):
+        for name in ("damping", "update_clip", "graft"):
             del group[name]
     other.load_state_dict(model.state_dict())
     loaded = AdaHesScale(other.parameters())
@@ -181,16 +178,26 @@ def test_states_saved_without_bounds_go_on_without():
     assert_same(other, [p.detach() for p in model.parameters()])
 
 
-def test_a_cap_cannot_be_added_in_the_middle_of_training():
+def test_grafting_cannot_be_added_in_the_middle_of_training():
     model = make_model()
     optimizer = AdaHesScale.paper(model.parameters(), lr=0.01)
     train(model, optimizer, count=2)
-    optimizer.param_groups[0]["graft_cap"] = 3.0
+    optimizer.param_groups[0]["graft"] = (0.0, 3.0)
     with pytest.raises(RuntimeError, match="no exp_avg_sq"):
         train(model, optimizer, count=1)
 
 
-@pytest.mark.parametrize("options", [{"damping": -1.0}, {"update_clip": 0.0}, {"graft_cap": 0}, {"damping": float("nan")}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"damping": -1.0},
+        {"damping": float("nan")},
+        {"update_clip": 0.0},
+        {"graft": (1.0,)},
+        {"graft": (2.0, 1.0)},
+        {"graft": (0.0, 0.0)},
+    ],
+)
 def test_bounds_out_of_range(options):
     (name,) = options
     with pytest.raises(ValueError, match=f"{name}=.* is out of range"):
@@ -199,7 +206,7 @@ def test_bounds_out_of_range(options):
 
 def test_bounds_on_adam_too():
     model, other = make_model(), make_model()
-    train(model, Adam(model.parameters(), lr=0.01, graft=True))
+    train(model, Adam(model.parameters(), lr=0.01, graft=(1.0, 1.0)))
     train(other, Adam(other.parameters(), lr=0.01))
     assert_same(model, [p.detach() for p in other.parameters()])
 
@@ -238,7 +245,7 @@ def losses_of(make, count=30):
 
 
 def test_the_paper_jumps_and_warns_once_while_the_default_learns():
-    with pytest.warns(hesscale.CurvatureWarning, match="more than 100 times the step size.*graft_cap") as caught:
+    with pytest.warns(hesscale.CurvatureWarning, match="more than 100 times the step size.*graft=") as caught:
         jumping = losses_of(AdaHesScale.paper)
     assert len([w for w in caught if "step size" in str(w.message)]) == 1
     assert max(jumping) > 3 * jumping[0]

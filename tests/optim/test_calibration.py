@@ -44,7 +44,7 @@ def test_the_calibrated_sum_is_right_on_average():
 def test_calibration_multiplies_each_tensor_by_one_number():
     """By hand: the same draws, averaged at steps 0 and 3."""
     model, other = make_model(), make_model()
-    options = {"lr": 0.01, "damping": 0.0, "graft_cap": None}
+    options = {"lr": 0.01, "damping": 0.0, "graft": None}
     train(model, AdaHesScaleGN(model.parameters(), calibrate_every=3, generator=torch.Generator().manual_seed(5), **options), 5)
     generator, params = torch.Generator().manual_seed(5), list(other.parameters())
     plain = AdaHesScaleGN(params, **options)

@@ -10,7 +10,7 @@ from case_runner import build, compute, expected, nodes_of
 from cases import CASES
 from cases.table import NEW_TORCH
 
-from hesscale.rules import BL89, COMPLEX, RULES, attention
+from hesscale.rules import BL89, COMPLEX, RULES, attention, parts
 
 TOLERANCES = {torch.float64: (1e-9, 1e-11), torch.float32: (1e-5, 1e-5), torch.bfloat16: (0.02, 0.02)}
 
@@ -24,6 +24,19 @@ def test_rule_is_exact_on_a_separable_loss(name, use):
     rtol, atol = TOLERANCES[inputs[0].dtype]
     for mine, truth in zip(got, expected(inputs, outputs, draws, use_g, use_s), strict=True):
         torch.testing.assert_close(mine if mine is not None else torch.zeros_like(truth), truth, rtol=rtol, atol=atol)
+
+
+IN_PARTS = [
+    name for name in CASES if name.split()[0] in {"batch_norm", "gelu", "hardswish", "layer_norm", "mish", "silu", "softplus"}
+]
+
+
+@pytest.mark.parametrize("use", ["both", "gradient", "curvature"])
+@pytest.mark.parametrize("name", IN_PARTS)
+def test_a_large_tensor_is_divided(name, use, monkeypatch):
+    monkeypatch.setattr(parts, "MAX_ENTRIES", 2)
+    monkeypatch.setattr(parts, "MIN_PARTS", 1)
+    test_rule_is_exact_on_a_separable_loss(name, use)
 
 
 # One case per family: the shared body must notice when its rule is a little wrong.

@@ -41,6 +41,16 @@ class Case:
     peak_bytes: int | None = None
     ran_as: str = ""
 
+    def forget_backward(self) -> None:
+        """Forget the backward passes of the warm-up."""
+        if isinstance(self.step, Step):
+            self.step.backward_times.clear()
+
+    def backward_ms(self, device: torch.device) -> list[float] | None:
+        """Milliseconds of a backward pass, block by block, where that can be told from the rest of a step."""
+        found = self.step.backward_times if isinstance(self.step, Step) and device.type == "cpu" else []
+        return [1e3 * statistics.fmean(found[i : i + self.calls]) for i in range(0, len(found), self.calls)] or None
+
 
 def prepare(workload: Workload, method: Method, mode: str, batch: tuple[Tensor, Tensor], *, block: float, limit: float) -> Case:
     """Build a step and warm it up. A block of calls should take ``block`` seconds, a step at most ``limit``."""
@@ -240,6 +250,8 @@ def rows_of(
         return rows
     log(f"{workload.name}: {rounds} rounds of {len(cases)} blocks")
     keys = list(cases)
+    for case in cases.values():
+        case.forget_backward()
     times, errors = interleave([cases[k] for k in keys], rounds, device)
     by_row = {keys[i]: found for i, found in times.items()}
     for i, error_text in errors.items():
@@ -249,11 +261,14 @@ def rows_of(
     for k, found in by_row.items():
         case, row = cases[k], rows[k]
         same = base.get(row["mode"])
+        backward = case.backward_ms(device)
+        adam_backward = None if same is None else cases[same].backward_ms(device)
         adam_peak = None if same is None else cases[same].peak_bytes
         row.update(
             ms=quartiles(found),
             ratio=ratios(found, None if same is None else by_row[same]),
             ratio_to_eager_adam=ratios(found, by_row[base[EAGER]] if EAGER in base else None),
+            backward_ratio=None if backward is None else ratios(backward, adam_backward),
             peak_bytes=case.peak_bytes,
             memory_ratio=digits(case.peak_bytes / adam_peak) if case.peak_bytes and adam_peak else None,
             ran_as=case.ran_as,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -97,6 +98,7 @@ class Step:
         self.model, self.criterion, self.batch = model, criterion, batch
         self.optimizer: Any = method.optimizer(model.parameters())
         self.run: Callable[[], Any] = self.eager
+        self.backward_times: list[float] = []  # seconds of each eager backward pass; a GPU is not waited for
         self.backward: Callable[[Any], None] = self.own
         if mode != EAGER:
             self.compiled = compiled_step(model, criterion, self.optimizer, mode)
@@ -133,7 +135,9 @@ class Step:
 
     def update(self, loss: Any) -> None:
         """The backward pass with the method's curvature, and the optimizer's step."""
+        start = time.perf_counter()
         self.backward(loss)
+        self.backward_times.append(time.perf_counter() - start)
         self.optimizer.step()
 
     def own(self, loss: Tensor) -> None:

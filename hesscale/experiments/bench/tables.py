@@ -13,6 +13,7 @@ from .targets import TargetResult, spread
 from .workloads import CUDA, SWEEPS
 
 LIBRARIES_OWN = 2**28  # bytes on a GPU: below this, workspaces that libraries allocate at first use outweigh a step
+BACKWARD = "backward pass to Adam's"
 HEADER = ("method", "mode", "ms a step", "to Adam, same mode", "to eager Adam", "peak memory to Adam")
 
 
@@ -24,7 +25,14 @@ def tables(record: Record) -> list[Table]:
 
 def workload_table(workload: dict[str, Any], device: str) -> Table:
     title = f"{workload['description']}, batch {workload['batch']}"
-    return Table(workload["name"], title, HEADER, [cells(row, device) for row in workload["rows"]])
+    rows = workload["rows"]
+    found: list[Sequence[str]] = [cells(row, device) for row in rows]
+    header: tuple[str, ...] = HEADER
+    if any(row.get("backward_ratio") for row in rows):
+        ratios = [row.get("backward_ratio") for row in rows]
+        header = (*HEADER, BACKWARD)
+        found = [[*line, spread(ratio) if ratio else ""] for line, ratio in zip(found, ratios, strict=True)]
+    return Table(workload["name"], title, header, found)
 
 
 def cells(row: Row, device: str) -> list[str]:

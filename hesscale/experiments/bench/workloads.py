@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..vision.problems import three_c_three_d
+from .networks import gpt, nf_resnet, vit
 
 CPU, CUDA = "cpu", "cuda"
 
@@ -29,6 +30,7 @@ class Workload:
     devices: tuple[str, ...] = (CPU, CUDA)  # where it runs unless it is asked for by name
     size: int | None = None  # what a sweep varies
     left_out: dict[str, str] = field(default_factory=dict)  # methods that are not safe to try, and why
+    vocabulary: int | None = None  # of tokens, where the inputs are tokens; each of them has a target
 
     def model(self, device: torch.device, seed: int = 0) -> nn.Sequential:
         """The network for a seed. Xavier initialization keeps signals in range at any depth."""
@@ -44,6 +46,10 @@ class Workload:
     def data(self, device: torch.device, seed: int = 0) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(seed)
         size = self.batch[device.type]
+        if self.vocabulary is not None:
+            x = torch.randint(self.vocabulary, (size, *self.inputs), generator=generator, device=CPU)
+            y = torch.randint(self.outputs, (x.numel(),), generator=generator, device=CPU)
+            return x.to(device), y.to(device)
         x = torch.randn(size, *self.inputs, generator=generator, device=CPU)
         if self.loss is nn.CrossEntropyLoss:
             y = torch.randint(self.outputs, (size,), generator=generator, device=CPU)
@@ -96,6 +102,10 @@ LIST = [
         {CPU: 32, CUDA: 1024},
         left_out={"backpack-h": "asks for more than 60 GB at batch 32"},
     ),
+    Workload("vit", "ViT, 4 blocks of width 128, 65 tokens", vit, (3, 32, 32), 100, both(16), devices=()),
+    Workload("gpt", "GPT, 4 blocks of width 128, 128 tokens", gpt, (128,), 256, both(8), devices=(), vocabulary=256),
+    Workload("nf-resnet", "NF-ResNet-26, a quarter as wide", nf_resnet, (3, 32, 32), 100, both(16), devices=()),
+    Workload("nf-resnet-b1", "NF-ResNet-26", functools.partial(nf_resnet, 256), (3, 32, 32), 100, both(1), devices=()),
 ]
 WORKLOADS = {workload.name: workload for workload in LIST}
 
