@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hesscale
-from hesscale.distributed import averaging, replicas
+from hesscale.distributed import averaging, draws, replicas
 
 STEPS = 10
 ROOT = Path(__file__).parents[2]
@@ -449,6 +449,35 @@ def test_what_does_not_average_is_refused_before_anything_changes(ranks):
         for name, (said, changed) in rank["refusals"].items():
             assert "DistributedDataParallel" in said, name
             assert not changed, name
+
+
+def averaged_alone(rank, kind, **ddp):
+    """A process that takes the mean over itself: its diagonals, those of the same model without DDP, and what it sent."""
+    model = build(perceptron, rank, **ddp)
+    plain = build(perceptron, None)
+    x, y = batch((4,), 0)
+    optimizers = [kind(m.parameters(), generator=torch.Generator().manual_seed(1)) for m in (model, plain)]
+    sent = count_sent(rank, lambda: optimizers[0].backward(loss_of(model, x, y)))
+    optimizers[1].backward(loss_of(plain, x, y))
+    kind(model.parameters()).diagonals(loss_of(model, x, y), list(model.parameters()))  # from a generator of its own
+    return sent, *[[p.hess_diag for p in m.parameters()] for m in (model, plain)]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("ddp", [{}, {"find_unused_parameters": True}], ids=["used", "perhaps unused"])
+@pytest.mark.parametrize("kind", [hesscale.AdaHessian, hesscale.GGNMC])
+def test_the_mean_over_one_process_changes_nothing(kind, ddp, monkeypatch):
+    def modules():
+        return [reference() for reference in replicas._known if reference() is not None]
+
+    monkeypatch.setattr(averaging, "is_distributed", lambda: True)
+    for user in (averaging, draws):
+        monkeypatch.setattr(user, "replicated_modules", modules)
+    before = torch.get_default_dtype()
+    ((sent, found, expected),) = run(partial(averaged_alone, kind=kind, **ddp), world_size=1)
+    torch.set_default_dtype(before)
+    assert sent == (4 if ddp else 2)  # gradients and diagonals, and for each which of them are used
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
 
 
 def torchrun(script, *arguments):
