@@ -29,7 +29,6 @@ def main(steps: int, seed: int) -> None:
     model = PPO(
         "MlpPolicy",
         gym.make("CartPole-v1"),
-        learning_rate=1e-4,
         n_steps=512,
         policy_kwargs=choice,
         seed=seed,

@@ -128,7 +128,13 @@ def is_constant_product(node: Node, rule: Rule) -> bool:
     constant, other = (rule.factors[0], second) if first[0] is None else (rule.factors[1], first)
     if leads_to_leaf(other[0]):  # asked first: to read a saved tensor may recompute a checkpoint
         return False
-    return not is_parameter(getattr(node, f"_saved_{constant}"))  # as it is: a copy in another dtype is no parameter
+    value = getattr(node, f"_saved_{constant}")  # as it is: a copy in another dtype is no parameter
+    return not is_parameter(value) and not may_be_cast(value)
+
+
+def may_be_cast(tensor: Tensor) -> bool:
+    """Whether a matrix may stand for a frozen parameter: autocast copies that to 16 bits, and the copy does not tell of what."""
+    return tensor.dtype.itemsize <= 2 and tensor.dim() > 1
 
 
 def is_parameter(tensor: Tensor) -> bool:

@@ -455,6 +455,16 @@ def test_exactness_has_a_budget(monkeypatch):
     assert not torch.allclose(exact, found)
 
 
+def test_a_frozen_parameter_under_autocast_ends_the_head():
+    """Autocast multiplies by a copy of the parameter."""
+    frozen = nn.Parameter(MIXING.float(), requires_grad=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = (z := output().float()) @ frozen
+    loss = F.cross_entropy(y.float(), TARGET)
+    _, found = hesscale.grad(loss, z, retain_graph=True)
+    torch.testing.assert_close(found, hesscale.grad(loss, z, outputs=y)[1])
+
+
 def test_a_frozen_parameter_of_float16_ends_the_head():
     y = (z := output().half()) @ nn.Parameter(MIXING.half(), requires_grad=False)
     loss = F.cross_entropy(y.float(), TARGET)
