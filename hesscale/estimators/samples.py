@@ -64,8 +64,8 @@ def check_apart(outputs: Outputs, uses: Sequence[Use]) -> None:
         apart = outputs.diagonal is not None or has_blocks(outputs, count)
     if not apart:
         raise ValueError(
-            "the loss couples the outputs of different samples, so that no squares of single samples add up to its curvature. "
-            "Take 'ggn_mc'"
+            "the loss couples the outputs of different samples, so its curvature is not a sum of squares of single samples. "
+            "Use 'ggn_mc'"
         )
 
 
