@@ -1,4 +1,4 @@
-"""What hesscale says when it will not guess."""
+"""Errors and warnings that hesscale raises."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from __future__ import annotations
 class UnsupportedOperator(RuntimeError):
     """A graph node has no curvature rule, or its rule does not cover this use of the operator.
 
-    Raised while the graph is walked, before any ``.grad`` or ``.hess_diag`` changes.
+    It is raised before any ``.grad`` or ``.hess_diag`` changes.
     """
 
 
 class CurvatureWarning(UserWarning):
-    """The diagonal is still what the method defines, but something about it deserves a look."""
+    """The diagonal is what the method defines, but it may not be what you expect: for example, it is not exact at the outputs."""
 
 
 class NonFiniteError(FloatingPointError):
-    """A gradient or Hessian diagonal is not finite; the optimizer's step was left out."""
+    """A gradient or Hessian diagonal is not finite; the optimizer has skipped the step."""
 
 
 class CompileWarning(UserWarning):
-    """A step of :func:`hesscale.compile_step` is right, but runs slower than it might."""
+    """A step of :func:`hesscale.compile_step` is correct, but is not fully compiled and so runs slower."""
 
 
 class NeedsEagerPass(RuntimeError):
-    """Tracing has met something that only a pass in eager mode, with real numbers, can find out. Run one, then trace again."""
+    """Tracing needs something that only a pass in eager mode, with real numbers, can find out. Run one, then trace again."""

@@ -28,12 +28,12 @@ from .engine.arguments import check_choices, check_loss
 from .errors import CompileWarning, NeedsEagerPass
 
 MAX_RECORDS = 64
-ONLY_VMAP = "Hessian diagonals cannot be differentiated: of torch.func's transforms, vmap alone may stand around this function"
-ADVICE = {  # what to do about a tensor that a record cannot hold
+ONLY_VMAP = "Hessian diagonals cannot be differentiated: of torch.func's transforms, only vmap can be applied to this function"
+ADVICE = {  # what to do about a tensor that a recorded graph cannot contain
     OUTSIDE: "it uses a tensor that is not among its arguments: pass it as one",
-    MAKES: "it makes a tensor of data that the record would not read again: make it outside, and pass it as an argument",
+    MAKES: "it makes a tensor of Python data, which no graph would read again: make it outside, and pass it as an argument",
 }
-ESCAPED = "it uses a tensor that vmap maps over, and that is not among its arguments: pass it as one"
+ESCAPED = "it uses a tensor that vmap maps over and that is not among its arguments: pass it as one"
 
 
 def grad_and_hess_diag(
@@ -48,20 +48,20 @@ def grad_and_hess_diag(
 ) -> Callable[..., Any]:
     """A function that returns the loss ``fn`` computes, its gradients and its Hessian diagonals.
 
-    ``(*args) -> (loss, grads, hess_diags)``, the last two shaped like the arguments that ``argnums`` names, which may be nested
-    dicts, lists and tuples of tensors; with ``has_aux``, ``fn`` returns ``(loss, aux)`` and this ``((loss, aux), grads,
-    hess_diags)``. No ``.grad`` is touched, and nothing that is returned has a graph: ``torch.func.grad`` of the result is
-    refused. ``torch.func.vmap``, ``functional_call`` and ``torch.compile`` work.
+    It maps ``(*args)`` to ``(loss, grads, hess_diags)``. The last two have the structure of the arguments that ``argnums`` names,
+    which may be nested dicts, lists and tuples of tensors. With ``has_aux``, ``fn`` returns ``(loss, aux)``, and the new function
+    returns ``((loss, aux), grads, hess_diags)``. No ``.grad`` changes. The results have no graph, so applying ``torch.func.grad``
+    raises an error. ``torch.func.vmap``, ``functional_call`` and ``torch.compile`` work.
 
-    Under ``vmap`` and ``torch.compile``, ``fn`` is recorded once for each new set of shapes, and the record is run, as
-    ``jax.jit`` does: whatever ``fn`` reads besides its arguments is a constant of the record. All tensors that it uses must
-    then be among its arguments, and it must not look at their values. Where the structure of the loss at the first sample does
-    not hold for another, the diagonals of that one are NaN.
+    Under ``vmap`` and ``torch.compile``, ``fn`` is recorded as a graph once for each new set of shapes, and the graph is run, as
+    with ``jax.jit``. Whatever ``fn`` reads besides its arguments is then a constant of the graph. All tensors that it uses must
+    be among its arguments, and it must not read their values, for example in an ``if``. The structure of the loss is found at the
+    first sample. If it does not hold for another sample, the diagonals of that sample are NaN.
 
     Args:
         fn: returns a scalar loss; the model's parameters are among its arguments.
-        argnums: which arguments to differentiate by; parameters that the loss does not depend on get zeros.
-        has_aux: ``fn`` returns something beside the loss.
+        argnums: which arguments to differentiate with respect to; parameters that the loss does not depend on get zeros.
+        has_aux: whether ``fn`` returns a pair of the loss and something else.
         method, head, fallback, curvature_dtype: as in :func:`hesscale.backward`.
 
     Example:
@@ -99,7 +99,7 @@ def grad_and_hess_diag(
 
 
 class Transform:
-    """A function to differentiate, and its records for vmap; see :func:`grad_and_hess_diag`."""
+    """A function to differentiate, and the graphs recorded of it; see :func:`grad_and_hess_diag`."""
 
     def __init__(self, fn: Callable[..., Any], argnums: int | tuple[int, ...], has_aux: bool, options: dict[str, Any]) -> None:
         self.fn, self.argnums, self.has_aux, self.options = fn, argnums, has_aux, options
@@ -115,8 +115,8 @@ class Transform:
                 raise RuntimeError(ONLY_VMAP)
             return self.replay(args, kwargs)
         except Exception as error:
-            if is_traced():  # torch.compile keeps the reason to itself
-                warnings.warn(f"torch.compile leaves {self.name} to eager mode: {error}", CompileWarning, stacklevel=2)
+            if is_traced():  # torch.compile does not show the error
+                warnings.warn(f"torch.compile runs {self.name} in eager mode: {error}", CompileWarning, stacklevel=2)
             raise
 
     def differentiate(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -125,7 +125,7 @@ class Transform:
         chosen, spec = pytree.tree_flatten([args[place] for place in places])
         for leaf in chosen:
             if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
-                raise TypeError(f"{self.name_of(leaf, args)}; only floating point tensors can be differentiated by")
+                raise TypeError(f"{self.name_of(leaf, args)}; only floating point tensors can be differentiated with respect to")
         leaves = [leaf.detach().requires_grad_() for leaf in chosen]
         given = list(args)
         for place, value in zip(places, pytree.tree_unflatten(leaves, spec), strict=True):
@@ -146,22 +146,22 @@ class Transform:
         return (loss, aux) if self.has_aux else loss, *found
 
     def places(self, count: int) -> list[int]:
-        """Which of so many arguments to differentiate by."""
+        """The positions of the arguments to differentiate with respect to, among ``count`` arguments."""
         argnums = (self.argnums,) if isinstance(self.argnums, int) else self.argnums
         places = [place + count if place < 0 else place for place in argnums]
         if not places or len(set(places)) < len(places) or not all(0 <= place < count for place in places):
-            raise ValueError(f"argnums={self.argnums} must name different ones of the {count} positional arguments")
+            raise ValueError(f"argnums={self.argnums} must name different positions among the {count} positional arguments")
         return places
 
     def name_of(self, leaf: Any, args: Sequence[Any]) -> str:
-        """Where among the arguments a leaf is, and what."""
+        """The position of a leaf among the arguments, and its type."""
         what = f"a tensor of {leaf.dtype}" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
         paths, _ = pytree.tree_flatten_with_path([args[place] for place in self.places(len(args))])
         first, *path = next(path for path, other in paths if other is leaf)
         return f"argument {self.places(len(args))[first.idx]}{pytree.keystr(tuple(path))} is {what}"  # type: ignore[attr-defined]
 
     def replay(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """The same by a record of it, which vmap can map and torch.compile can trace."""
+        """As :meth:`differentiate`, by a recorded graph, which vmap can map and torch.compile can trace."""
         flat, spec = pytree.tree_flatten((args, kwargs))
         flat = [fixed(leaf) for leaf in flat]
         tensors = [leaf for leaf in flat if isinstance(leaf, Tensor)]
@@ -179,11 +179,11 @@ class Transform:
                 self.records.pop(next(iter(self.records)))
             self.records[key] = self.record(flat, spec, tensors)
         graph, structure = self.records[key]
-        with torch.no_grad(), without_autocast({t.device.type for t in tensors}):  # the record has its casts
+        with torch.no_grad(), without_autocast({t.device.type for t in tensors}):  # the graph contains its casts
             return pytree.tree_unflatten(graph(*tensors), structure)
 
     def record(self, flat: list[Any], spec: pytree.TreeSpec, tensors: list[Tensor]) -> tuple[GraphModule, pytree.TreeSpec]:
-        """What happens to one of those that vmap maps over, as a graph, and the structure of the outcome."""
+        """Record :meth:`differentiate` for one sample of vmap as a graph. Also returns the structure of the result."""
         structure = None
 
         def flattened(*given: Tensor) -> list[Any]:
@@ -198,7 +198,7 @@ class Transform:
         with nothing_around():
             samples = values or [torch.empty_strided(*where, dtype=dtype, device=device) for *where, dtype, device in layouts]
             try:
-                if values is not None:  # to raise errors as they are, and to find out what a record must know
+                if values is not None:  # raises errors unchanged, and finds out what tracing needs to know
                     with torch.random.fork_rng([value.device for value in values if value.is_cuda]):
                         flattened(*[value.clone() for value in values])
                 graph = functional(trace(flattened, samples), samples)
@@ -207,7 +207,7 @@ class Transform:
                 raise CannotTrace(f"under vmap and torch.compile, this function cannot be recorded: {reason}") from error
             except NeedsEagerPass as error:
                 raise NeedsEagerPass(
-                    f"{error}: call this function once without vmap and torch.compile, where it is curved"
+                    f"{error}: call this function once without vmap and torch.compile, at a point where it is curved"
                 ) from error
             except RuntimeError as error:
                 if "escaped from inside a function being vmapped" not in str(error):
@@ -224,8 +224,8 @@ def is_traced() -> bool:
 
 @contextlib.contextmanager
 def nothing_around() -> Iterator[None]:
-    """Outside of everything that maps or records."""
-    allowed = fake_tensor_tls.allow_non_fake_inputs_override  # torch.compile would take tensors from elsewhere for constants
+    """Inside the block, no vmap and no tracing is active."""
+    allowed = fake_tensor_tls.allow_non_fake_inputs_override  # torch.compile would treat other tensors as constants
     fake_tensor_tls.allow_non_fake_inputs_override = None
     try:
         with temporarily_clear_interpreter_stack(), tracing(None), _disable_current_modes():
@@ -243,7 +243,7 @@ def without_autocast(devices: Iterable[str]) -> Iterator[None]:
 
 
 def fixed(leaf: Any) -> Any:
-    """A number as it is now, where torch.compile would leave it open."""
+    """A number's present value, where torch.compile has a symbol."""
     kind = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}.get(type(leaf))
     return leaf if kind is None else kind(leaf)
 

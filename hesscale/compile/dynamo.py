@@ -346,7 +346,7 @@ def check_sources(graph: GraphModule) -> None:
         if what := UNGUARDED.get(code) or UNGUARDED_NAMES.get(code.co_name):
             raise NotCaptured(f"it reads {what}, which TorchDynamo does not guard")
     if any(node.op == "placeholder" and str(node.target).startswith("random_value") for node in graph.graph.nodes):
-        raise NotCaptured("it draws random numbers of Python, which TorchDynamo draws at other times")
+        raise NotCaptured("it draws Python's random numbers, which TorchDynamo would draw at other times")
 
 
 def check_operator(target: Any) -> None:
@@ -356,11 +356,11 @@ def check_operator(target: Any) -> None:
         what = KNOWN_HIGHER_ORDER.get(name, f"it uses {name}")
         raise NotCaptured(f"{what}, which TorchDynamo's graph does not hold as it is")
     if getattr(getattr(target, "f", None), "__module__", "").startswith(("torch._numpy.random", "numpy.random")):
-        raise NotCaptured(f"it calls numpy.random.{target.f.__name__}, for which TorchDynamo draws other numbers")
+        raise NotCaptured(f"it calls numpy.random.{target.f.__name__}, for which TorchDynamo would draw other numbers")
     if not is_found_by_name(target):
         raise NotCaptured(f"{name} has been replaced where it was defined, and the graph would call the replacement")
     if name in RANDOM_STATE:
-        raise NotCaptured(f"it calls {name}, and so sets the state that its random numbers come from")
+        raise NotCaptured(f"it calls {name}, which sets the state of a random number generator")
 
 
 def is_found_by_name(target: Any) -> bool:

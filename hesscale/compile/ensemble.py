@@ -108,7 +108,7 @@ class Ensemble(CapturedStep):
         found = []
         for k, model in enumerate(members.models):
             if k and (reason := captured.failed_guard(function, model, given)):
-                raise ValueError(f"member {k} differs from member 0, since this does not hold for it: {reason}")
+                raise ValueError(f"member {k} differs from member 0; this guard does not hold for it: {reason}")
             found.append(captured.inputs(function, model, given))
         graph: Any = found[0][0]
 

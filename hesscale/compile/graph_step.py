@@ -214,7 +214,7 @@ class FunctionalStep:
             loss = outputs[self.forward.loss]
             known = {id(loss), *map(id, inputs)}  # an input itself, changed in place, takes the place of what it was
             if {*map(storage_of, inputs)} & {storage_of(output) for output in outputs if id(output) not in known}:
-                raise CannotTrace("the model keeps a view of one of its tensors or of the batch, which is to follow that")
+                raise CannotTrace("the model keeps a view of one of its tensors or of the batch, which would become a copy")
             results = [output.detach() if output is loss else output.detach().clone() for output in outputs]
             etas = self.optimizer.train(loss)
             return [*results, *[loss.new_ones(()) if eta is None else eta.detach() for eta in etas]]

@@ -172,11 +172,11 @@ def reason_of(error: Exception) -> str:
 
 
 LOOKS = "it looks at the values of tensors, as `if loss > 1` or .item() do"
-OUTSIDE = "it uses a tensor that is neither in the model nor an argument: pass that to the step, or make it a buffer of the model"
-SEEDS = "it sets the state that its random numbers come from, as checkpoints of dropout do"
-DRAWS = "it draws from a generator of its own, which no graph can hold"
+OUTSIDE = "it uses a tensor that is neither in the model nor an argument: pass it to the step, or make it a buffer of the model"
+SEEDS = "it sets the state of a random number generator, as checkpointing with dropout does"
+DRAWS = "it draws from its own torch.Generator, which no graph can hold"
 SIZED = "the shape of one of its tensors depends on values"
-MAKES = "it makes a tensor of data that no graph would read again: pass that to the step, or make it a buffer of the model"
+MAKES = "it makes a tensor of Python data, which no graph would read again: pass it to the step, or make it a buffer of the model"
 REASONS = {
     "DataDependentOutputException": LOOKS,
     "GuardOnDataDependentSymNode": LOOKS,

@@ -46,12 +46,12 @@ class Members:
         first, optimizer = self.models[0], self.optimizers[0]
         for k, (model, other) in enumerate(zip(self.models, self.optimizers, strict=True)):
             if architecture(model) != architecture(first):
-                raise ValueError(f"model {k} has another architecture than model 0, or its tensors other types")
+                raise ValueError(f"model {k} has another architecture than model 0, or tensors of other types")
             if type(other.optimizer) is not type(optimizer.optimizer) or groups_of(other, model) != groups_of(optimizer, first):
                 raise ValueError(f"optimizer {k} is of another kind than optimizer 0, or has other groups of parameters")
             options, expected = plain_attributes(other.optimizer), plain_attributes(optimizer.optimizer)
             if differing := sorted(name for name in {**options, **expected} if options.get(name) != expected.get(name)):
-                raise ValueError(f"member {k} has options that differ from member 0's but cannot: {', '.join(differing)}")
+                raise ValueError(f"member {k} has options that differ from member 0's but must not: {', '.join(differing)}")
 
     def signature(self) -> tuple[object, ...]:
         """The options of the optimizers, which are the same once every number that differs between members is an argument."""
@@ -79,7 +79,7 @@ class Members:
             if known.constants != hyperparameters[0].constants:
                 names = sorted({name for _, name, _ in differing if name != "lr"})
                 raise ValueError(
-                    f"member {k} has options that are no numbers and differ from member 0's, among {', '.join(names)}"
+                    f"member {k} has options that are not numbers and differ from member 0's, among {', '.join(names)}"
                 )
 
     def check_phases(self) -> None:

@@ -41,7 +41,7 @@ class FunctionalOptimizer:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"the optimizer must be one of torch's or of hesscale.optim, not {type(optimizer).__name__}")
         if isinstance(optimizer, torch.optim.LBFGS):
-            raise TypeError("LBFGS evaluates the loss many times in a step, by a closure; train with it in a loop of your own")
+            raise TypeError("LBFGS evaluates the loss many times in a step, through a closure; use it in a loop of your own")
         self.optimizer, self.options = optimizer, options
         self.hyperparameters = Hyperparameters(optimizer)
         self.attribute_types: list[object] = []
@@ -236,15 +236,15 @@ GRAPH_OPTIONS = {"capturable": True, "foreach": True, "fused": False}
 def check_in_place(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
     """Check that a step has changed its tensors in place, has created no others, and counts only in tensors."""
     if len(found) != len(expected):
-        raise NeedsEagerPass("the optimizer has yet to make some of its state")
+        raise NeedsEagerPass("the optimizer has not created all of its state yet")
     for now, before in zip(found, expected, strict=True):
         for name in {**before, **now}:
             value = now.get(name)
             if name in before and not isinstance(before[name], Tensor) and not isinstance(value, Tensor):
                 if value != before[name]:
-                    raise CannotTrace(f"the optimizer keeps a changing {name} in its state that is no tensor")
+                    raise CannotTrace(f"the optimizer's state has {name}, which changes but is not a tensor")
             elif value is not before.get(name):
-                raise NeedsEagerPass(f"the optimizer has yet to make its {name}, or makes it anew at every step")
+                raise NeedsEagerPass(f"the optimizer has not created its {name} yet, or creates a new one at every step")
 
 
 def check_constant(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:

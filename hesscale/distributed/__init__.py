@@ -1,5 +1,5 @@
-"""Several processes that train one model: Hessian diagonals are averaged with the gradients, or refused.
+"""Several processes that train one model: Hessian diagonals are averaged like the gradients, or an error is raised.
 
-``averaging`` serves DistributedDataParallel, ``sharding`` refuses FSDP, and ``draws`` makes random estimates fit together. These
-modules know parameters and PyTorch's wrappers; they do not know how a diagonal is computed.
+``averaging`` averages diagonals under DistributedDataParallel, ``sharding`` raises an error for FSDP and DTensors, and ``draws``
+seeds random estimates. These modules deal with parameters and PyTorch's wrappers, not with how a diagonal is computed.
 """

@@ -1,8 +1,8 @@
 """Hessian diagonals under DistributedDataParallel (DDP).
 
-The loss of all processes together is the mean of their losses. A Hessian diagonal is linear in the loss, so it is the mean of
-the processes' diagonals. It is taken after a backward pass in which DDP has averaged the gradients, and over all that
-``hess_diag`` has accumulated by then, as DDP does with ``.grad``.
+DDP minimizes the mean of the processes' losses. A Hessian diagonal is linear in the loss, so the diagonal of this mean is the
+mean of the processes' diagonals. It is computed after a backward pass in which DDP has averaged the gradients. It includes all
+that ``hess_diag`` has accumulated by then, as DDP does with ``.grad``.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from torch.distributed import Work
 
 UNKNOWN = (
-    "the processes have sent something during this backward pass, but none of its parameters belongs to a "
-    "DistributedDataParallel module. hess_diag is this process's own; if the gradients were averaged, average it as well"
+    "the processes have run a collective during this backward pass, but none of the parameters belongs to a "
+    "DistributedDataParallel module, so hess_diag is not averaged. If the gradients were averaged, average hess_diag as well"
 )
 BUCKET_BYTES = 25 * 2**20  # as much as DDP sends at once
 _thread = threading.local()  # .outermost: the open block that averages, if there is one
@@ -32,14 +32,14 @@ Also = Callable[[], list[tuple[Tensor, Tensor]]]
 
 
 class averaged_with_gradients:
-    """A backward pass: where DDP averages its gradients, average the Hessian diagonals too.
+    """A block around a backward pass: if DDP averages gradients in it, average the Hessian diagonals too.
 
     Blocks may be nested; the outermost one averages.
 
     Args:
-        leaves: gives the leaves that the loss depends on. It is called only if this process has DDP modules.
-        dtype: send the diagonals in this dtype, if it is narrower than their own.
-        also: gives parameters, each with another tensor to average where its diagonal is averaged.
+        leaves: returns the leaves that the loss depends on. It is called only if this process has DDP modules.
+        dtype: send the diagonals in this dtype, if it is smaller than their own.
+        also: returns pairs of a parameter and another tensor, to average if the parameter's diagonal is averaged.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class averaged_with_gradients:
         self.also = [] if also is None else [also]
         self.replicas: list[Replica] = []
         self.is_outermost = False
-        self.collectives: int | None = None  # of the default group, where no DDP module is known to take part
+        self.collectives: int | None = None  # of the default process group, if no DDP module takes part
 
     def __enter__(self) -> None:
         if not is_distributed():
@@ -88,7 +88,7 @@ def is_distributed() -> bool:
 
 
 def check_supported(module: Any) -> None:
-    """Raise for settings of DDP under which diagonals would not be the mean, or some process would wait for ever."""
+    """Raise for settings of DDP under which diagonals would not be averaged correctly, or a process would wait forever."""
     found = {
         "join(), for uneven inputs": getattr(getattr(module, "_join_config", None), "enable", False),
         "mixed_precision=": getattr(module, "mixed_precision", None) is not None,
@@ -97,8 +97,8 @@ def check_supported(module: Any) -> None:
     }
     if used := [name for name, is_used in found.items() if is_used]:
         raise UnsupportedOperator(
-            f"DistributedDataParallel with {used[0]} does not average Hessian diagonals. Leave it out; autocast serves mixed "
-            "precision, and a sampler that gives every process as many batches serves uneven inputs"
+            f"DistributedDataParallel with {used[0]} is not supported with Hessian diagonals. Leave it out. For mixed precision, "
+            "use autocast; for uneven inputs, use a sampler that gives every process the same number of batches"
         )
 
 
@@ -112,7 +112,7 @@ class Replica:
         self.collectives = count_collectives(self.group)
 
     def has_communicated(self) -> bool:
-        """Whether DDP has averaged gradients since: it does not inside no_sync, or if the pass went around the DDP module."""
+        """Whether DDP has averaged gradients in this pass. It does not inside no_sync, or if the pass bypasses the DDP module."""
         if self.collectives is None:
             return bool(self.module.require_backward_grad_sync or self.module.require_forward_param_sync)
         return count_collectives(self.group) != self.collectives
@@ -131,7 +131,7 @@ class Replica:
         all_reduce_mean([p.hess_diag for p, sent in zip(self.params, is_sent, strict=True) if sent], self.group, dtype)
 
     def own_diagonal(self, p: Any, before: tuple[bool, Tensor | None, int]) -> Tensor | None:
-        """What this process has accumulated for a parameter; None if the pass has not reached a parameter that starts afresh."""
+        """This process's accumulated diagonal; None if the parameter had no gradient and the pass has not reached it."""
         starts_afresh, *earlier = before
         diagonal, version = state(p)
         is_filled = diagonal is not earlier[0] or version != earlier[1]
@@ -139,13 +139,13 @@ class Replica:
 
 
 def state(p: Any) -> tuple[Tensor | None, int]:
-    """A parameter's Hessian diagonal, and how often it has been written into."""
+    """A parameter's Hessian diagonal, and how often it has been changed in place."""
     diagonal: Tensor | None = getattr(p, "hess_diag", None)
     return diagonal, 0 if diagonal is None else diagonal._version
 
 
 def count_collectives(group: Any) -> int | None:
-    """How many collectives a process group has run; None if its backend does not tell."""
+    """How many collectives a process group has run; None if its backend does not count them."""
     try:
         return int(group._get_sequence_number_for_group())
     except RuntimeError:
@@ -153,7 +153,7 @@ def count_collectives(group: Any) -> int | None:
 
 
 def all_reduce_mean(tensors: Sequence[Tensor], group: Any, dtype: torch.dtype | None) -> None:
-    """Replace tensors by their means over all processes, in buckets of one device and dtype."""
+    """Replace tensors by their means over all processes, with one all-reduce per bucket."""
     under_way: list[tuple[list[Tensor], Tensor, Work]] = []
     for bucket in buckets(tensors):
         flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
@@ -168,7 +168,7 @@ def all_reduce_mean(tensors: Sequence[Tensor], group: Any, dtype: torch.dtype | 
 
 
 def buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Parts of the same device and dtype that are not too large; the last parameters first, as DDP sends them."""
+    """Split tensors into buckets of one device and dtype and limited size; the last parameters come first, as in DDP."""
     found: list[list[Tensor]] = []
     latest: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], int]] = {}
     for tensor in reversed(tensors):

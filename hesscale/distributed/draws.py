@@ -1,7 +1,7 @@
 """Random estimates under DistributedDataParallel (DDP).
 
-Hutchinson's vectors belong to parameters, which all processes share: z∘Hz of the mean loss needs the same z everywhere. Draws at
-the outputs belong to samples, which are each process's own: there the processes must not repeat each other.
+Hutchinson's estimate z∘Hz draws z for parameters, which all processes share: for the mean loss, all processes need the same z.
+Draws at the outputs are for samples, which differ between processes: there, the processes must draw independently.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from torch import Tensor, distributed
 
 from .replicas import replicated_modules
 
-# the seed of a DDP module, and how often it has served
+# the seed of each DDP module, and how often it has been used
 _seeds: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
 
 
 def generator_for(params: Sequence[Tensor], step: int, *, is_shared: bool) -> torch.Generator | None:
     """A generator for one pass over these parameters, or None if no DDP module of several processes holds them.
 
-    The seed is that of the first process's default generator, which it sends to the others once.
+    Its seed derives from that of the first process's default generator, which is broadcast once.
 
     Args:
-        step: so that a run that goes on after a checkpoint does not repeat its first draws.
-        is_shared: whether all processes draw the same.
+        step: the number of the step, so that a run that resumes from a checkpoint does not repeat its first draws.
+        is_shared: whether all processes draw the same numbers.
     """
     wanted = {id(p) for p in params}
     for module in replicated_modules():

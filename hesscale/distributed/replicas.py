@@ -1,7 +1,7 @@
 """The DistributedDataParallel (DDP) modules of this process.
 
-A graph does not tell that DDP averages the gradients of its leaves. So every DDP module is noted when it is made, in the order of
-their making, which is the same in all processes.
+An autograd graph does not show that DDP averages the gradients of its leaves. So every DDP module is registered when it is
+created. The order of creation is the same in all processes.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ def note(module: DistributedDataParallel) -> None:
 
 
 def note_wrapper(module: nn.Module, name: str, child: nn.Module | None) -> None:
-    """PyTorch calls this whenever a module gets a child. A DDP module gets the model that it wraps."""
+    """PyTorch calls this whenever a submodule is registered. In a DDP module, that is the model that it wraps."""
     if name == "module" and isinstance(module, DistributedDataParallel):
         note(module)
 
 
 def note_earlier_modules() -> None:
-    """Find what was made before hesscale was imported. Without a process group there can be none."""
+    """Register DDP modules that were created before hesscale was imported. Without a process group there are none."""
     if distributed.is_available() and distributed.is_initialized():
         for thing in gc.get_objects():
             if issubclass(type(thing), DistributedDataParallel):
@@ -41,7 +41,7 @@ note_earlier_modules()
 
 
 def replicated_modules() -> Iterator[DistributedDataParallel]:
-    """The DDP modules of more than one process."""
+    """The DDP modules whose process group has more than one process."""
     if _known and distributed.is_initialized():
         for reference in list(_known):
             module = reference()

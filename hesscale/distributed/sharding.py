@@ -1,6 +1,6 @@
-"""Parameters that are spread over processes.
+"""Errors for parameters that are sharded over processes.
 
-FSDP moves their gradients to other tensors after the pass, and no diagonal would follow.
+FSDP moves their gradients to other tensors after the pass, but would not move their Hessian diagonals.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from torch import Tensor, distributed
 from ..errors import UnsupportedOperator
 
 FSDP = (
-    "{} has sharded a parameter of this model. Its Hessian diagonal is not supported: it would be lost when "
-    "the gradients are sharded again. Nothing has changed. Train the model without FSDP, or under DistributedDataParallel"
+    "{} has sharded a parameter of this model. Hessian diagonals of sharded parameters are not supported: they would be lost "
+    "when the gradients are sharded again. No .grad or .hess_diag has changed. Train the model without FSDP, for example under "
+    "DistributedDataParallel"
 )
 
 DTENSOR = (
-    "a parameter is a DTensor, as under tensor parallelism. Its Hessian diagonal is not supported. Nothing has changed. Train "
-    "the model under DistributedDataParallel"
+    "a parameter is a DTensor, as under tensor parallelism. Its Hessian diagonal is not supported. No .grad or .hess_diag has "
+    "changed. Train the model under DistributedDataParallel"
 )
 
 
@@ -40,9 +41,9 @@ def check_unsharded(leaves: Iterable[Tensor]) -> None:
 
 
 def gathered_parameters() -> Iterator[Tensor]:
-    """What fully_shard hands to the modules of this process during a pass, in place of their shards.
+    """The unsharded parameters that fully_shard gives to the modules of this process during a pass.
 
-    Nothing about such a parameter itself tells. The modules' states do, of which PyTorch keeps a table.
+    Such a parameter has no mark of its own. PyTorch keeps a table of the modules' states, which refer to it.
     """
     states = sys.modules.get("torch.distributed._composable_state")
     for reference in list(getattr(states, "_module_state_mapping", {}).values()):

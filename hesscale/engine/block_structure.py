@@ -124,7 +124,10 @@ class BlockStructure:
         next_block = self.check.poll()
         if next_block is not None:
             self.block = next_block
-            warn("entries of a loss's output have come to share second derivatives; its last diagonals there were off")
+            warn(
+                "entries of the model's outputs have come to share second derivatives, unlike in earlier passes; the last "
+                "diagonals there were not exact"
+            )
 
     def is_left_to_rules(self) -> bool:
         """Whether to leave the tensor to the rules at this pass too, since an exact diagonal was out of reach.

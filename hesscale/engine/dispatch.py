@@ -83,7 +83,7 @@ def known_refusal(node: Node, name: str, rule: Rule | None) -> str | None:
 
 
 WAY_OUT = (
-    "Register a rule with hesscale.register_rule, pass fallback='exact' to compute this node by brute force where it is small, "
+    "Register a rule with hesscale.register_rule, pass fallback='exact' to compute this node by brute force if it is small, "
     "or write this part of the model with operators from hesscale.operators()."
 )
 
@@ -115,7 +115,7 @@ def check_data(leaf: Tensor) -> None:
     except NotImplementedError as error:  # of tensors that are sparse or in a layout of their own
         raise UnsupportedOperator(f"a parameter has the layout {leaf.layout}. {REFUSED['Sparse']}") from error
     if is_missing:
-        raise UnsupportedOperator("a parameter holds no data now, as under FSDP after the forward pass; FSDP is not supported")
+        raise UnsupportedOperator("a parameter has no data, as under FSDP after the forward pass; FSDP is not supported")
 
 
 def is_constant_product(node: Node, rule: Rule) -> bool:

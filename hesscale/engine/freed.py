@@ -41,6 +41,6 @@ def check_not_freed(nodes: Sequence[Node], attributes: Iterable[Saved]) -> None:
     for index, attribute in attributes:
         if getattr(nodes[index], attribute).data is None:
             raise RuntimeError(
-                f"trying to backward through the graph a second time: what {nodes[index].name()} had saved was freed by an "
-                "earlier pass. Pass retain_graph=True to that pass, or add up the losses"
+                f"trying to backward through the graph a second time: an earlier pass has freed the tensors that "
+                f"{nodes[index].name()} saved. Pass retain_graph=True to that pass, or add up the losses"
             )

@@ -25,7 +25,7 @@ MAX_ROWS, MAX_NUMBERS = 64, 2**24  # products in one batch, and numbers in their
 MAX_KEPT_NUMBERS = 2**16  # in vectors that are kept from pass to pass
 ROUNDED_TERMS = 32  # of the size of the gradient, in one second derivative
 _has_mapped = False
-CANNOT = "PyTorch cannot differentiate this loss twice; the diagonal at the outputs is that of the rules"
+CANNOT = "PyTorch cannot differentiate this loss twice; the diagonal at the outputs comes from the rules and may not be exact"
 
 
 class Exact(NamedTuple):
@@ -51,7 +51,7 @@ def exact_diagonals(loss: Tensor, head: Head, metas: dict[Node, Any] | None = No
             for edge, structure in head.inexact.items():
                 gradient = gradients.get(edge)
                 if head.has_custom_functions and (gradient is None or not gradient.requires_grad):
-                    warn(f"{CANNOT} (a custom function in it gives gradients without a graph)")
+                    warn(f"{CANNOT} (a custom function in it returns gradients without a graph)")
                     continue
                 exact = hessian_diagonal(gradient, edge, stops, structure)
                 if exact is not None:
@@ -98,8 +98,8 @@ def hessian_diagonal(gradient: Tensor | None, edge: Edge, stops: set[Node], stru
         more = "head='rules' to silence this" if not costly else "head='exact' to allow more, head='rules' to silence this"
         warn(
             f"the exact diagonal of a loss at a tensor of shape {tuple(gradient.shape)} would take more than "
-            f"{structure.max_products} Hessian-vector products{costly}; the rules' value stands there. Pass {more}, or outputs= "
-            "to move the end of the head"
+            f"{structure.max_products} Hessian-vector products{costly}; the rules' value, which may not be exact, is used there. "
+            f"Pass {more}, or outputs= to say where the model ends and the loss begins"
         )
     return exact
 
@@ -109,7 +109,7 @@ def may_be_traced(structure: BlockStructure) -> bool:
     if structure.block is None and structure.is_out_of_reach:
         return False
     if structure.block is None or structure.is_out_of_reach:
-        raise NeedsEagerPass("the structure of the loss at the model's outputs is found out by a pass in eager mode")
+        raise NeedsEagerPass("only a pass in eager mode can find the structure of the loss at the model's outputs")
     return True
 
 

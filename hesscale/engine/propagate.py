@@ -199,7 +199,7 @@ def keys_of(tensors: Sequence[Tensor], graph: Graph) -> dict[TensorKey, Tensor]:
     keys = {}
     for tensor in tensors:
         if tensor.is_complex():
-            raise UnsupportedOperator("a complex tensor has no one Hessian diagonal; ask for its real and imaginary parts")
+            raise UnsupportedOperator("a complex tensor has no single Hessian diagonal; pass its real and imaginary parts")
         if tensor.is_leaf and id(tensor) in graph.leaves:
             keys[graph.leaves[id(tensor)], 0] = tensor
         else:

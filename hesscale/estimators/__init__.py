@@ -1,11 +1,11 @@
 """Every curvature diagonal that the paper compares, by name and with one signature: ``estimate(method, loss, params)``.
 
-Those that need the model's outputs z, with J = ∂z/∂θ and H = ∂²L/∂z², see the generalized Gauss-Newton matrix as an expectation:
-for vectors a, b at the outputs with E[a bᵀ] = H,
+Several estimators need the model's outputs z, with J = ∂z/∂θ and H = ∂²L/∂z². They write the generalized Gauss-Newton diagonal as
+an expectation over vectors a, b at the outputs with E[a bᵀ] = H:
 
-    diag(Jᵀ H J) = E[Jᵀa ∘ Jᵀb],
+    diag(Jᵀ H J) = E[Jᵀa ∘ Jᵀb].
 
-so that each of them is a choice of a and b, and two backward passes (one where a = b).
+Each of these estimators chooses a and b, and takes two backward passes (one if a = b).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def estimate(
     generator: torch.Generator | None = None,
     retain_graph: bool = False,
 ) -> tuple[Tensor, ...]:
-    """The diagonal that ``method`` names, one tensor per parameter, of its shape and dtype; no ``.grad`` is touched.
+    """The diagonal that ``method`` names: for each parameter, a tensor of its shape and dtype. No ``.grad`` changes.
 
     Parameters that the loss does not depend on get zeros.
 
@@ -48,11 +48,10 @@ def estimate(
         method: one of :func:`names`.
         loss: a real scalar with a graph.
         params: leaves of that graph.
-        num_samples: draws of the random methods (``ggn_mc``, ``ggn_mc_per_sample``, ``hutchinson``, ``kfac``), which return
-            their mean.
-        outputs: the model's outputs, for methods that ask where the model ends and the loss begins; found by default, as in
-            :func:`hesscale.backward`.
-        generator: where the random methods draw from; torch's default otherwise.
+        num_samples: how many draws the random methods (``ggn_mc``, ``ggn_mc_per_sample``, ``hutchinson``, ``kfac``) average.
+        outputs: the model's outputs, for methods that need to know where the model ends and the loss begins. By default, they are
+            found as in :func:`hesscale.backward`.
+        generator: random number generator of the random methods; None for torch's default generator.
         retain_graph: keep the graph for another pass; without it the graph may be freed.
 
     Example:
@@ -76,7 +75,7 @@ def estimate(
 
 
 def names() -> tuple[str, ...]:
-    """What :func:`estimate` can be asked for.
+    """The names of all methods of :func:`estimate`.
 
     Example:
         >>> from hesscale.estimators import names
@@ -88,7 +87,7 @@ def names() -> tuple[str, ...]:
 
 @dataclass
 class Request:
-    """What :func:`estimate` was asked, and what several estimators derive from it."""
+    """The arguments of :func:`estimate`, and what several estimators derive from them."""
 
     loss: Tensor
     params: tuple[Tensor, ...]
@@ -107,7 +106,7 @@ class Request:
 
     @cached_property
     def at_once(self) -> int:
-        """How many vectors to pull back in one pass."""
+        """How many vectors to backpropagate in one batched pass."""
         largest: int = max([math.prod(meta.shape) for node in self.order for meta in node._input_metadata])
         return max(1, min(MAX_ROWS, MAX_NUMBERS // max(1, largest)))
 
@@ -116,21 +115,21 @@ class Request:
         return Outputs(self)
 
     def signs(self, *shape: int, like: Tensor) -> Tensor:
-        """Independent ±1, drawn as uniform numbers, which is faster than by bernoulli_."""
+        """Independent random signs ±1. Drawing uniform numbers is faster than bernoulli_."""
         draw = torch.rand(shape, generator=self.generator, dtype=torch.float32, device=self.source(like)) < 0.5
         return draw.to(device=like.device, dtype=like.dtype).mul_(2).sub_(1)
 
     def signs_for_params(self, count: int) -> list[Tensor]:
-        """Rows of signs for each parameter, all from one draw: a compiler may change the order of several."""
+        """Rows of signs for each parameter, all from one draw, since a compiler may change the order of several draws."""
         sizes = [p.numel() for p in self.params]
         draws = self.signs(count, sum(sizes), like=self.params[0]).split(sizes, 1)
         return [draw.reshape(count, *p.shape).to(p) for draw, p in zip(draws, self.params, strict=True)]
 
     def labels(self, count: int, q: Tensor, dim: int) -> Tensor:
-        """Draws from the distributions q along ``dim``, as one-hot vectors: the class whose exponential clock rings first."""
-        clocks = torch.empty((count, *q.shape), dtype=torch.float32, device=self.source(q)).exponential_(generator=self.generator)
-        label = (q / clocks.to(q.device)).argmax(dim + 1, keepdim=True)
-        return torch.zeros(clocks.shape, dtype=q.dtype, device=q.device).scatter_(dim + 1, label, 1)
+        """One-hot draws from the distributions q along ``dim``: the class with the smallest t/q, for exponential random t."""
+        times = torch.empty((count, *q.shape), dtype=torch.float32, device=self.source(q)).exponential_(generator=self.generator)
+        label = (q / times.to(q.device)).argmax(dim + 1, keepdim=True)
+        return torch.zeros(times.shape, dtype=q.dtype, device=q.device).scatter_(dim + 1, label, 1)
 
     def source(self, like: Tensor) -> torch.device:
         return like.device if self.generator is None else self.generator.device

@@ -1,4 +1,4 @@
-"""Layers and their weights: where the graph meets each parameter, and what belongs to it there."""
+"""Layers and their weights: which nodes of the graph use each parameter, and how."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Use(NamedTuple):
-    """A parameter as an input of a node, itself or transposed."""
+    """One use of a parameter: as input number ``place`` of a node, itself or transposed."""
 
     param: int
     node: Node
@@ -31,7 +31,7 @@ PRODUCTS = {"MmBackward0": 1, "AddmmBackward0": 2}  # and which input is the wei
 
 
 def uses_of(request: Request, through: Sequence[str] = TRANSPOSES) -> list[Use]:
-    """Where the graph meets each parameter, itself or what these nodes make of it."""
+    """All uses of each parameter, itself or as the output of the node types in ``through``."""
     known: dict[Edge, list[int]] = {}
     for k, edge in enumerate(request.edges):
         known.setdefault(edge, []).append(k)
@@ -46,7 +46,7 @@ def uses_of(request: Request, through: Sequence[str] = TRANSPOSES) -> list[Use]:
 
 
 def is_of_layer(use: Use) -> bool:
-    """Whether the parameter is the weight or the bias of a linear layer or a convolution there."""
+    """Whether the parameter is used as the weight or the bias of a linear layer or a convolution."""
     name, edges = use.node.name(), use.node.next_functions
     if name == "ConvolutionBackward0":
         return use.place in (1, 2)
@@ -58,7 +58,7 @@ def is_of_layer(use: Use) -> bool:
 
 
 def is_product(node: Node | None) -> bool:
-    """Whether a node is a matrix product, with its result viewed in another shape or not."""
+    """Whether a node is a matrix product, or a view of one."""
     while node is not None and node.name() in ("UnsafeViewBackward0", "ViewBackward0"):
         node = node.next_functions[0][0]
     return node is not None and node.name() == "MmBackward0"
@@ -77,7 +77,7 @@ def mean_over_rows(node: Node, square: Tensor) -> Tensor:
 
 
 def to_parameter(share: Tensor, node: Node, index: int, param: Edge) -> Tensor:
-    """What belongs to an input of a node, at the parameter that stands there, itself or transposed."""
+    """Convert the diagonal at an input of a node to the parameter's own shape: the input is the parameter, or its transpose."""
     edge = node.next_functions[index]
     return pull({edge: fit(share, metadata(edge))}, [param], set())[param]
 

@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 
 def exact(request: Request) -> Diagonals:
-    """diag ∂²L/∂θ², by double backward: one product per entry, many at a time.
+    """diag ∂²L/∂θ², by double backward: one Hessian-vector product per entry, in batches.
 
-    A weight matrix that is used once, by a matrix product y = x W, needs a product per entry of y only, which are often fewer:
-    ∂²L/∂W²_ji = Σ_nm x_nj x_mj ∂²L/∂y_ni∂y_mi.
+    A weight matrix that is used once, in a matrix product y = x W, needs only one product per entry of y, which often has fewer
+    entries: ∂²L/∂W²_ji = Σ_nm x_nj x_mj ∂²L/∂y_ni∂y_mi.
     """
     layers = products_of_weights(request)
     wanted = [(layers[k], 0) if k in layers else edge for k, edge in enumerate(request.edges)]
@@ -68,8 +68,8 @@ def recursion(method: str) -> Callable[[Request], Diagonals]:
 def ggn(request: Request) -> Diagonals:
     """diag(Jᵀ H J) = Σ_i Jᵀe_i ∘ Jᵀ(H e_i), over all entries i of the outputs: exact for any loss, convex or not.
 
-    Two backward passes per entry, many at a time. A leaf of the head (a log standard deviation, a temperature) is an output
-    itself: J is the identity there, and its own second derivative counts.
+    It takes two backward passes per entry, in batches. A parameter that enters the loss directly (a log standard deviation, a
+    temperature) counts as an output: J is the identity there, so its own second derivative is included.
     """
     outputs = request.model_outputs
     total = outputs.at_leaves()
@@ -79,18 +79,19 @@ def ggn(request: Request) -> Diagonals:
 
 
 def ggn_mc(request: Request) -> Diagonals:
-    """The same in expectation: the mean of Jᵀa ∘ Jᵀb over random a, b with E[a bᵀ] = H, one backward pass or two a draw.
+    """``ggn`` in expectation: the mean of Jᵀa ∘ Jᵀb over random a, b with E[a bᵀ] = H. A draw takes one or two backward passes.
 
-    Three ways to draw, the first that applies:
+    There are three ways to draw. The first that applies is used:
 
     - Softmax cross entropy (any loss linear in log-softmax outputs that are linear in z): a label y for every sample from the
       model's own distribution q, and a = √w (q − e_y), with w the weight of the sample in the loss. These are the paper's draws.
     - H diagonal (squared error, …): a = √|h| ∘ z with random signs z. For squared error that is the usual draw too.
     - Otherwise a = z and b = H z: unbiased for every H, but single draws may be negative even where H is positive.
 
-    The samples of a batch are drawn independently and with mean zero, so that one pass serves them all: products of different
-    samples vanish in expectation. (The paper's code squares each sample's own gradient instead: the same for a batch of one, less
-    noisy for larger ones.) A negative weight or curvature changes the sign of b. Leaves of the head are exact.
+    The draws of different samples are independent with mean zero, so their products vanish in expectation, and one pass is
+    enough for the whole batch. (The paper's code squares each sample's own gradient instead. That is the same for a batch of one,
+    and less noisy for larger ones.) A negative weight or curvature changes the sign of b. For parameters that enter the loss
+    directly, the diagonal is exact.
     """
     outputs = request.model_outputs
     total = outputs.at_leaves()
@@ -102,7 +103,7 @@ def ggn_mc(request: Request) -> Diagonals:
 
 
 def hutchinson(request: Request) -> Diagonals:
-    """The mean of z ∘ ∂²L/∂θ² z over random signs z: the estimate of AdaHessian, without its averaging over space."""
+    """The mean of z ∘ ∂²L/∂θ² z over random signs z: the estimate of AdaHessian, without its spatial averaging."""
     total: list[Tensor | None] = [None] * len(request.params)
     gradients = gradients_at(request, request.edges)
     curved = [k for k, gradient in enumerate(gradients) if gradient is not None]
@@ -114,20 +115,20 @@ def hutchinson(request: Request) -> Diagonals:
 
 
 def squared_gradient(request: Request) -> Diagonals:
-    """(∂L/∂θ)², of the whole loss: a mean over samples is squared after it is taken."""
+    """(∂L/∂θ)² of the whole loss: if it is a mean over samples, this is the square of the mean gradient."""
     gradients = torch.autograd.grad(request.loss, request.params, retain_graph=request.retain_graph, allow_unused=True)
     return [None if gradient is None else gradient.square() for gradient in gradients]
 
 
 def empirical_fisher(request: Request) -> Diagonals:
-    """(1/N) Σ_n (∂ℓ_n/∂θ)², reading the loss as the mean (1/N) Σ_n ℓ_n of N samples.
+    """(1/N) Σ_n (∂ℓ_n/∂θ)², for a loss that is the mean (1/N) Σ_n ℓ_n over N samples.
 
-    The samples are the rows of the outputs (their first dimension, after the flattening that a Linear does), and ∂ℓ_n/∂θ is N
-    times what the n-th row of ∂L/∂z gives when it is pulled back alone: the result is N Σ_n (J_nᵀ ∂L/∂z_n)². A loss that is a
-    sum over samples is thus N times a mean; divide by N² for the mean's, by N for Σ_n (∂ℓ_n/∂θ)².
+    The samples are the rows of the outputs: their first dimension, after the flattening that a Linear does. ∂ℓ_n/∂θ is N times
+    the gradient from the n-th row of ∂L/∂z alone, so the result is N Σ_n (J_nᵀ ∂L/∂z_n)². If the loss is a sum over samples
+    instead, divide the result by N² for that of the mean, or by N for Σ_n (∂ℓ_n/∂θ)².
     """
     outputs = request.model_outputs
-    refuse_leaves(outputs, "its gradient there cannot be told apart by sample")
+    refuse_leaves(outputs, "its gradient cannot be split by sample")
     count = outputs.sample_count
     total: list[Tensor | None] = [None] * len(request.params)
     gradients = [outputs.gradient(edge) for edge in outputs.edges]
@@ -138,14 +139,15 @@ def empirical_fisher(request: Request) -> Diagonals:
 
 
 def kfac(request: Request) -> Diagonals:
-    """diag(A) ⊗ diag(B) of K-FAC: A the mean of squared layer inputs, B the sum of squared backpropagated draws of ``ggn_mc``.
+    """diag(A) ⊗ diag(B) of K-FAC: A averages squared layer inputs, B sums squared backpropagated draws of ``ggn_mc``.
 
     For y = x W + b with rows r (samples and, in a convolution or a Linear with more dimensions, positions),
 
         W_ji: (1/R) Σ_r x²_rj · Σ_r E[(∂z/∂y_ri)ᵀa (∂z/∂y_ri)ᵀb],      b_i: Σ_r E[(∂z/∂y_ri)ᵀa (∂z/∂y_ri)ᵀb],
 
-    which is Eq. 3 of the paper with the diagonal at y replaced by its mean over rows. Exact like ``ggn`` for one row. Several
-    uses of a parameter add up. Raises for parameters that are not weights or biases of linear layers and convolutions.
+    which is Eq. 3 of the paper with the diagonal at y replaced by its mean over rows. For one row, its expectation is ``ggn``.
+    Several uses of a parameter add up. It raises an error for parameters that are not weights or biases of linear layers and
+    convolutions.
     """
     outputs = request.model_outputs
     uses = uses_of(request)
@@ -153,7 +155,7 @@ def kfac(request: Request) -> Diagonals:
         if not is_of_layer(use):
             raise ValueError(
                 f"{describe(request, use.param)} is input {use.place} of {use.node.name()}, but K-FAC is defined for weights and "
-                "biases of linear layers and convolutions. Leave it out of params, or take another estimator"
+                "biases of linear layers and convolutions. Leave it out of params, or use another estimator"
             )
     refuse_leaves(outputs, "K-FAC is defined for layers below them")
     layers = list(dict.fromkeys([(use.node, 0) for use in uses]))

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Softmax(NamedTuple):
-    """A log-softmax of the head: its input, its distributions q along ``dim``, and how much each weighs in the loss."""
+    """A log-softmax of the head: its input, its distributions q along ``dim``, and the weight of each in the loss."""
 
     edge: Edge
     q: Tensor
@@ -60,14 +60,14 @@ class Outputs:
         self.gradients = self.pull_loss(ends)
 
     def pull_loss(self, targets: Sequence[Edge]) -> dict[Edge, Tensor]:
-        """∂L/∂x at tensors of the head, with a graph; nothing where it is zero."""
+        """∂L/∂x at tensors of the head, with a graph. Tensors where it is zero are left out."""
         loss = self.request.loss
         with torch.enable_grad():
             return pull({edge_of(loss): torch.ones_like(loss)}, targets, self.stops)
 
     @cached_property
     def like(self) -> Tensor:
-        """A vector like z."""
+        """An empty vector with the size, dtype and device of z."""
         if not self.edges:
             return self.request.loss.new_empty(0)
         metas = [metadata(edge) for edge in self.edges]
@@ -97,10 +97,9 @@ class Outputs:
         return self.gradients[edge].detach() if edge in self.gradients else zeros_at(edge)
 
     def products(self, rows: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
-        """H v for every row v; and at parameters that are leaves of the head, twice the same.
+        """H v for every row v; and for parameters that are leaves of the head, twice the mixed derivatives times v.
 
-        Twice, since where z depends on such a parameter as well, its mixed derivatives with z stand on both sides of the
-        diagonal of Jᵀ H J.
+        If z depends on such a parameter too, its mixed derivatives with z occur twice in Jᵀ H J: above and below the diagonal.
         """
         found = self.head_products(self.edges, self.split(rows), [*self.edges, *self.leaves.values()])
         count = len(self.edges)
@@ -153,7 +152,7 @@ class Outputs:
         return self.shapes[0][0] if self.shapes else 0
 
     def draws_at(self, targets: Sequence[Edge]) -> Iterator[tuple[Diagonals, Diagonals]]:
-        """All draws a and b, some at a time, pulled back to these tensors; the same list where b is a."""
+        """All draws a and b in batches, backpropagated to these tensors; the same list twice where b is a."""
         for count in chunks(self.request.num_samples if self.edges else 0, self.request.at_once):
             a, b, _ = self.draw(count)
             pulled = pull_rows(self.edges, targets, self.split(a))
@@ -183,14 +182,14 @@ class Outputs:
 
     @cached_property
     def is_average(self) -> bool:
-        """Whether the weights of the samples are positive by construction; looking at them would make a GPU wait."""
+        """Whether the weights of the samples are positive by construction. Reading them would wait for the GPU."""
         steps = [step for step in self.head.steps if step.node.name() != "LogSoftmaxBackward0"]
         if not any(step.node.name().startswith("NllLoss") for step in steps):
             return False
         return all(step.node.name() in AVERAGES and getattr(step.node, "_saved_weight", None) is None for step in steps)
 
     def from_softmaxes(self, rows: Sequence[Tensor]) -> Tensor:
-        """Vectors at the inputs of the log-softmaxes, pulled back to z."""
+        """Vectors at the inputs of the log-softmaxes, backpropagated to z."""
 
         def pulled(*vectors: Tensor) -> tuple[Tensor, ...]:
             seeds: dict[Edge, Tensor] = {}
@@ -208,7 +207,7 @@ class Outputs:
 
     @cached_property
     def softmaxes(self) -> list[Softmax]:
-        """The log-softmaxes of the head, where nothing else between loss and z is curved; otherwise none."""
+        """The log-softmaxes of the head, if everything else between loss and z is linear; otherwise none."""
         leading = set(leading_to(self.request.order, self.edges))
         steps = [step for step in self.head.steps if step.node in leading]
         nodes = [step.node for step in steps if step.node.name() == "LogSoftmaxBackward0"]
@@ -241,23 +240,25 @@ UNKNOWN = Rule(lambda *_: None, "unknown", "an operator without a rule")
 
 
 def head_of(request: Request) -> Head:
-    """Where the model ends: as :func:`hesscale.backward` finds it, though only the head's operators have to be known here."""
+    """The head, found as in :func:`hesscale.backward`, except that only the head's operators need rules here."""
     ends = output_edges(request.chosen_outputs, request.loss, request.order)
     head = find_head([lenient_step(node) for node in request.order], ends, ())
     if not head.nodes:
         raise ValueError(
-            f"the loss itself comes out of {request.order[0].name()}, so that no model outputs are found before it. "
-            "Name them with outputs="
+            f"the loss itself comes out of {request.order[0].name()}, so the model's outputs cannot be found. "
+            "Pass them as outputs="
         )
     for step in head.steps:
         if ends is None and step.rule is UNKNOWN:
             raise UnsupportedOperator(
                 f"whether {step.node.name()} belongs to the model or to the loss is not known. "
-                "Name the model's outputs with outputs="
+                "Pass the model's outputs as outputs="
             )
     for k, (node, _) in enumerate(request.edges):
         if node in head.nodes:
-            raise ValueError(f"{describe(request, k)} lies between the model's outputs and the loss, where there is no J")
+            raise ValueError(
+                f"{describe(request, k)} lies between the model's outputs and the loss; the outputs do not depend on it"
+            )
     return head
 
 
@@ -270,7 +271,7 @@ def refuse_leaves(outputs: Outputs, why: str) -> None:
     for k in outputs.leaves:
         raise ValueError(
             f"{describe(outputs.request, k)} enters the loss beside the model's outputs, and {why}. "
-            "Leave it out of params, or name outputs= that depend on it"
+            "Leave it out of params, or pass outputs= that depend on it"
         )
 
 

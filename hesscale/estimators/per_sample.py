@@ -24,23 +24,23 @@ from .samples import check_apart
 if TYPE_CHECKING:
     from . import Request
 
-COLUMNS = 128  # of one matrix product, about: a convolution of few channels takes several places of its kernel at once
+COLUMNS = 128  # of one matrix product, about: a convolution of few channels handles several kernel positions at once
 
 
 def ggn_mc_per_sample(request: Request) -> Diagonals:
     """The mean of Σ_n J_nᵀa_n ∘ J_nᵀb_n over the draws of ``ggn_mc``, with J_n of the outputs of sample n: the paper's GGN-MC.
 
-    ``ggn_mc`` has (Σ_n J_nᵀa_n) ∘ (Σ_n J_nᵀb_n): the same in expectation and for one sample, noisier for more. The samples are
-    the first dimension of the outputs. With δ the draw pulled back to a layer's output, x its input and p a sample's positions,
+    ``ggn_mc`` is (Σ_n J_nᵀa_n) ∘ (Σ_n J_nᵀb_n). That is the same in expectation and for one sample, but noisier for more. Samples
+    are the first dimension of the outputs. With δ the draw backpropagated to a layer's output, x its input and p the positions,
 
         W_ji: Σ_n (Σ_p x_npj δᵃ_npi) (Σ_p x_npj δᵇ_npi),      b_i: Σ_n (Σ_p δᵃ_npi) (Σ_p δᵇ_npi).
 
-    Raises for parameters that are not weights or biases of linear layers and convolutions, or have several uses, and where
-    samples may reach each other, as in a batch norm that is training.
+    It raises an error for parameters that are not weights or biases of linear layers and convolutions, or that have several uses.
+    It also does so if an operator may mix samples, such as batch norm in training mode.
     """
     outputs, uses = request.model_outputs, uses_of(request, (*TRANSPOSES, "ToCopyBackward0"))
     check_uses(request, uses)
-    refuse_leaves(outputs, "its gradient there cannot be told apart by sample")
+    refuse_leaves(outputs, "its gradient cannot be split by sample")
     check_apart(outputs, uses)
     total: list[Tensor | None] = [None] * len(request.params)
     layers = list(dict.fromkeys([(use.node, 0) for use in uses]))
@@ -60,14 +60,14 @@ def check_uses(request: Request, uses: Sequence[Use]) -> None:
     for use in uses:
         if not is_of_layer(use):
             raise ValueError(
-                f"{describe(request, use.param)} is input {use.place} of {use.node.name()}, but gradients of single samples are "
-                "known for weights and biases of linear layers and convolutions. Leave it out of params, or take 'ggn_mc'"
+                f"{describe(request, use.param)} is input {use.place} of {use.node.name()}, but per-sample gradients are "
+                "supported for weights and biases of linear layers and convolutions only. Leave it out of params, or use 'ggn_mc'"
             )
     for k, count in sorted(Counter(use.param for use in uses).items()):
         if count > 1:
             raise ValueError(
-                f"{describe(request, k)} has {count} uses, which add up before the gradient of a sample is squared. "
-                "Leave it out of params, or take 'ggn_mc'"
+                f"{describe(request, k)} has {count} uses, but per-sample gradients are supported for one use only. "
+                "Leave it out of params, or use 'ggn_mc'"
             )
 
 
@@ -126,7 +126,7 @@ def of_kernel(node: Node, vectors: Sequence[Tensor], samples: int) -> Tensor:
 
 
 def window(place: Sequence[int], steps: Sequence[tuple[int, int, int]]) -> tuple[Any, ...]:
-    """What a place of the kernel meets, in dimensions of so many positions, with their stride and dilation."""
+    """The slice of the input that a position of the kernel sees, for each dimension's output size, stride and dilation."""
     return ..., *[slice(k * d, k * d + (n - 1) * s + 1, s) for k, (n, s, d) in zip(place, steps, strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""Rows of vectors: backward passes for many at a time, and what the estimators do with what comes back."""
+"""Batched backward passes for many vectors at a time, and sums of their results. Vectors are rows: (count, size)."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ def chunks(count: int, at_once: int) -> Iterator[int]:
 
 
 def unit_rows(like: Tensor, at_once: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """The rows of a unit matrix with the size of a vector, and which ones they are, some at a time."""
+    """The rows of the identity matrix in batches, each with the indices of its rows."""
     for start in range(0, len(like), at_once):
         entries = torch.arange(start, min(start + at_once, len(like)), device=like.device)
         yield entries, torch.zeros(len(entries), len(like), dtype=like.dtype, device=like.device).scatter_(1, entries[:, None], 1)
 
 
 def entry_by_entry(products: Callable[[Tensor], Tensor], like: Tensor, at_once: int) -> Tensor:
-    """The diagonal of a matrix, from its products with all unit vectors."""
+    """The diagonal of a matrix, from its products with all unit vectors, in batches."""
     found = [products(rows).gather(1, entries[:, None])[:, 0] for entries, rows in unit_rows(like, at_once)]
     return torch.cat(found) if found else torch.zeros_like(like)
 
 
 def diagonal_if_alone(products: Callable[[Tensor], Tensor], like: Tensor) -> Tensor | None:
-    """The diagonal of a symmetric matrix that has nothing else, from its products with two vectors; None if it has more."""
+    """The diagonal of a symmetric matrix if it is diagonal, by its products with two vectors; None if it is not."""
     z = torch.rand(len(like), generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float64, device="cpu").to(like) + 0.5
     diagonal, product = products(torch.stack([torch.ones_like(z), z]))
     predicted = diagonal * z
@@ -61,8 +61,8 @@ def check_twice_differentiable(gradients: Sequence[Tensor]) -> None:
         joined = torch.cat([gradient.reshape(-1)[:1].float() for gradient in gradients]) if gradients else torch.empty(0)
     if is_once_differentiable(joined):
         raise UnsupportedOperator(
-            "PyTorch cannot differentiate this loss twice, which this estimator needs. Take one that does not ('hesscale', "
-            "'squared_gradient'), or write the operator at fault with others that PyTorch can differentiate twice"
+            "PyTorch cannot differentiate this loss twice, which this estimator needs. Use one that does not ('hesscale', "
+            "'squared_gradient'), or replace the operator by others that PyTorch can differentiate twice"
         )
 
 
@@ -77,7 +77,7 @@ def hessian_products(gradient: Tensor, edge: Edge) -> Callable[[Tensor], Tensor]
 
 
 def pull_rows(sources: Sequence[Edge], targets: Sequence[Edge], rows: Sequence[Tensor]) -> list[Tensor | None]:
-    """Backward passes from the sources to the targets, one for every row of vectors, by PyTorch's own engine."""
+    """Backpropagate every row of vectors from the sources to the targets, with PyTorch's own engine."""
     if not sources:
         return [None] * len(targets)
     outputs, inputs = [gradient_edge(edge) for edge in sources], [gradient_edge(edge) for edge in targets]
@@ -89,7 +89,7 @@ def pull_rows(sources: Sequence[Edge], targets: Sequence[Edge], rows: Sequence[T
 
 
 def in_rows(many: Callable[..., Sequence[Any]], one: Callable[..., Sequence[Any]], rows: Sequence[Tensor]) -> list[Any]:
-    """``many`` applied to all rows at once, or ``one`` to each: where there is only one, or PyTorch cannot batch an operator."""
+    """Apply ``many`` to all rows at once; or ``one`` to each, if there is only one row or PyTorch cannot batch an operator."""
     if len(rows[0]) > 1:
         try:
             return list(many(*rows))

@@ -1,7 +1,7 @@
-"""Samples apart: whether what a layer gives for one sample reaches the outputs of that sample alone.
+"""Whether samples are separate: a layer's output for one sample may affect the model's outputs of that sample only.
 
-A tensor holds its samples one after the other, as equal parts of its entries in order: (samples, …), but also
-(samples · positions, …), which a Linear makes of more dimensions.
+A tensor stores its samples one after the other, as equal parts of its entries. Its shape is (samples, …), or
+(samples · positions, …) after the flattening that a Linear does.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ BATCHED = {  # and at which inputs
 
 
 def check_apart(outputs: Outputs, uses: Sequence[Use]) -> None:
-    """Raise unless each sample has its own part of every layer's output, and the second derivatives at z are its own."""
+    """Raise unless each sample has its own part of every layer's output, and H couples no two samples."""
     count = outputs.sample_count
     if count < 2:
         return
@@ -53,7 +53,7 @@ def check_apart(outputs: Outputs, uses: Sequence[Use]) -> None:
             raise ValueError(
                 f"{describe(outputs.request, use.param)} belongs to a layer whose output, of shape {tuple(shape)}, does not "
                 f"divide into {count} samples, the outputs' first dimension. Pass outputs= whose first dimension is the sample, "
-                "or take 'ggn_mc'"
+                "or use 'ggn_mc'"
             )
     refuse_mixing(topological(*[node for node, _ in outputs.edges]), [(use.node, 0) for use in uses], count)
     if outputs.draws_labels:
@@ -64,27 +64,27 @@ def check_apart(outputs: Outputs, uses: Sequence[Use]) -> None:
         apart = outputs.diagonal is not None or has_blocks(outputs, count)
     if not apart:
         raise ValueError(
-            "the loss couples the outputs of different samples, so that no squares of single samples add up to its curvature. "
-            "Take 'ggn_mc'"
+            "the loss couples the outputs of different samples, so its curvature is not a sum of squares of single samples. "
+            "Use 'ggn_mc'"
         )
 
 
 def refuse_mixing(order: list[Node], targets: Sequence[Edge], count: int) -> None:
-    """Raise where a node on the way to the targets may carry one sample into another."""
+    """Raise if a node on the way to the targets may mix samples."""
     path = leading_to(order, targets)
     needed = {*path, *[node for node, _ in targets]}
     for node in path:
         for place, (child, _) in enumerate(node.next_functions):
             if child in needed and not keeps_apart(node, place, count):
                 raise ValueError(
-                    f"{node.name()} stands between a layer and the outputs, and its input {place} may carry one sample into "
-                    "another, so that their gradients cannot be told apart. Take 'ggn_mc'; if the samples are not the first "
-                    "dimension of the outputs, pass outputs= where they are"
+                    f"{node.name()} lies between a layer and the outputs, and may mix the samples of its input {place}, so "
+                    "per-sample gradients cannot be computed. Use 'ggn_mc'; if the samples are not the first dimension of the "
+                    "outputs, pass outputs= where they are"
                 )
 
 
 def keeps_apart(node: Node, place: int, count: int) -> bool:
-    """Whether each sample's part of a node's output depends on that sample's part of an input alone."""
+    """Whether each sample's part of a node's output depends only on that sample's part of the input."""
     name, rule = node.name(), RULES.get(node.name())
     shape, outer = tuple(metadata(node.next_functions[place]).shape), tuple(metadata((node, 0)).shape)
     lead, rank = leading(shape, count), len(shape)
@@ -113,12 +113,12 @@ def keeps_apart(node: Node, place: int, count: int) -> bool:
 
 
 def leading(shape: Sequence[int], count: int) -> int:
-    """How many of the first dimensions number the samples; one more than there are if the entries do not divide into them."""
+    """How many of the first dimensions index the samples; one more than there are if the entries do not divide into samples."""
     return next((k for k in range(len(shape) + 1) if math.prod(shape[:k]) % count == 0), len(shape) + 1)
 
 
 def new_place(node: Node, dim: int, rank: int) -> int:
-    """Where a transposition or permutation takes a dimension of the result from."""
+    """Which dimension of the input becomes dimension ``dim`` of the result of a transposition or permutation."""
     if node.name() == "PermuteBackward0":
         return dimension(saved(node, "dims")[dim], rank)
     pair = [dimension(saved(node, name), rank) for name in ("dim0", "dim1")]
@@ -126,7 +126,7 @@ def new_place(node: Node, dim: int, rank: int) -> int:
 
 
 def has_blocks(outputs: Outputs, count: int) -> bool:
-    """Whether H has a block for each sample and nothing else: H (c ∘ v) = c ∘ (H v) for numbers c of the samples."""
+    """Whether H is block diagonal, with one block per sample: H (c ∘ v) = c ∘ (H v) if c has one number per sample."""
     generator = torch.Generator("cpu").manual_seed(0)
 
     def draw(size: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Automatic mixed precision: take the factor of a gradient scaler out of gradients and curvature.
+"""Automatic mixed precision: divide gradients and curvature by the factor of a gradient scaler.
 
 ``torch.amp.GradScaler.step`` sets ``grad_scale`` and ``found_inf`` on an optimizer while it calls its ``step``.
 ``GradScaler.unscale_`` unscales gradients, but not Hessian diagonals.

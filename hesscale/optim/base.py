@@ -39,31 +39,32 @@ class CurvatureOptimizer(DerivativeOptimizer):
             this part.
         trust_radius: Δ of the trust region (Algorithm 3); None for none.
         trust_region: ``"optimizer"`` scales all parameters by one η, as the paper does, ``"group"`` each group by its own.
-        bias_correction: measure the trust region with the bias-corrected curvature average, as in Algorithm 3.
+        bias_correction: let the trust region use the bias-corrected average of curvature, as in Algorithm 3.
         curvature_every: k; :meth:`backward` computes curvature at every k-th step and a plain gradient at the others. The others
             use the last average of curvature; its bias correction counts curvature updates, not steps.
-        curvature_warmup: the first k Hessian diagonals only fill the averages, and no weight moves. After a single one, V̂ is
-            its square; where that is close to zero by chance, the step would be as long as ε allows. Ten are enough.
-        damping: δ; adds δ times the mean of √V̂ over the parameter tensor to the denominator.
+        curvature_warmup: k; the first k Hessian diagonals only update the averages, and the weights do not change. Without it, V̂
+            is a single squared diagonal at the first step. Where that is close to zero by chance, the step would be as long as ε
+            allows. Ten are enough.
+        damping: δ; adds δ times the mean of √V̂ over the parameter tensor to the denominator. 0 for no damping.
         update_clip: γ; clips the entries of M̂ ⊘ (√V̂ + ε) at ±γ, before the step size is applied. None for no clipping.
         graft: (a, b); make the update of each parameter tensor at least a times and at most b times as long as Adam's would be
-            with the same step size. (1, 1) is grafting: curvature decides the direction alone. It keeps an average of squared
-            gradients beside the others. None for updates of any length.
+            with the same step size. (1, 1) is grafting: the curvature sets only the direction. It needs an average of squared
+            gradients, one more tensor per parameter. None for updates of any length.
         curvature_dtype: compute the curvature's matrix products and convolutions in this dtype, as in :func:`hesscale.backward`.
-        on_nonfinite: a step with a non-finite gradient or curvature never changes weights or averages. ``"raise"`` reports it
-            with :class:`hesscale.NonFiniteError`: at once on a CPU, at a later step on CUDA, without waiting for the device.
+        on_nonfinite: a step with a non-finite gradient or curvature never changes weights or averages. ``"raise"`` also raises
+            :class:`hesscale.NonFiniteError`: at once on a CPU, at a later step on CUDA, without waiting for the device.
             ``"skip"`` only counts it in ``nonfinite_steps``.
-        maximize: ascend.
+        maximize: maximize the loss instead of minimizing it.
         foreach: update all parameters in a few calls (the default), or one by one with False.
         capturable: accepted, but changes nothing: every step can be captured in a CUDA graph. A CUDA graph repeats the captured
             step, so with ``curvature_every`` capture steps with and without curvature separately. A replay raises no errors:
             read ``nonfinite_steps`` yourself.
 
     Attributes:
-        eta: η of the last step, one tensor per trust region. None for a region that took no part in the step, or 1 if the step
-            was compiled.
-        counters: counts of steps, which every step changes in place on its own device: ``"nonfinite"``, and ``"measured i"`` and
-            ``"scaled i"`` for trust region i.
+        eta: η of the last step, one tensor per trust region. For a group without gradients or without a trust radius, it is None,
+            or 1 if the step was compiled.
+        counters: counts of steps, as tensors that every step updates in place on the device: ``"nonfinite"`` for non-finite
+            steps, and for trust region i ``"measured i"`` for all its steps and ``"scaled i"`` for those with η < 1.
     """
 
     _step_supports_amp_scaling = True
@@ -143,14 +144,14 @@ class CurvatureOptimizer(DerivativeOptimizer):
         return {**super().__getstate__(), **picklable_attributes(self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over the state of a pickle or a copy, or what torch's load_state_dict has read."""
+        """Restore the state from a pickle, from a copy, or from what torch's load_state_dict has read."""
         super().__setstate__(state)
         upgrade_pickle(self)
         known: Packing | None = self.__dict__.get("_packing")
         self._packing = Packing(is_enabled=known is None or known.is_enabled)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, except that tensors are copied, and that options which the saved groups lack keep this optimizer's values.
+        """Load a state dict as torch does, but copy its tensors. Options that the saved groups lack keep this optimizer's values.
 
         Step counters are moved to the devices of their parameters.
         """
@@ -197,7 +198,7 @@ class CurvatureOptimizer(DerivativeOptimizer):
         return loss
 
     def apply(self, batches: list[Batch]) -> bool:
-        """Algorithm 2, and Algorithm 3 in trust regions. Returns False if the host knows that the step was skipped."""
+        """Apply Algorithm 2, and Algorithm 3 in trust regions. Returns False if the host knows that the step was skipped."""
         self.check_radii()
         unscale(self, batches)
         derivatives = [t for batch in batches for t in (*batch.gradients, *batch.curvatures)]
@@ -216,7 +217,7 @@ class CurvatureOptimizer(DerivativeOptimizer):
         return True
 
     def quotient(self, batch: Batch) -> Quotient:
-        """U of a batch, from averages that hold this step. Subclasses may override it."""
+        """U of a batch, from averages that include this step. Subclasses may override it."""
         return update_quotient(batch)
 
     def warn_if_long(self, batches: list[Batch], quotients: list[Quotient], etas: list[Tensor | None]) -> None:
@@ -228,9 +229,9 @@ class CurvatureOptimizer(DerivativeOptimizer):
         if longest > LONG_ENTRY:
             self._has_warned_of_length = True
             warnings.warn(
-                f"{type(self).__name__}: a step changes a weight by more than {LONG_ENTRY} times the step size, since its "
-                f"curvature is nearly zero. Bound the steps with damping={SAFE_DAMPING} and graft={SAFE_GRAFT}, or "
-                "average the first Hessian diagonals before any weight moves with curvature_warmup=10",
+                f"{type(self).__name__}: a step changes a weight by more than {LONG_ENTRY} times the step size, since the "
+                f"weight's curvature is nearly zero. Bound the steps with damping={SAFE_DAMPING} and graft={SAFE_GRAFT}, or "
+                "pass curvature_warmup=10 to average ten Hessian diagonals before the first step",
                 CurvatureWarning,
                 stacklevel=5,  # the line that called step
             )
@@ -240,11 +241,11 @@ class CurvatureOptimizer(DerivativeOptimizer):
             group["step_count"] += 1
 
     def record_compiled_step(self, etas: Iterable[Tensor], *, report: bool = True) -> None:
-        """Record a step that a compiled graph has made in place of :meth:`step`.
+        """Record a step that a compiled graph has taken in place of :meth:`step`.
 
         Args:
             etas: η of each trust region, for :attr:`eta`.
-            report: False to count a non-finite step without ever raising it, whatever ``on_nonfinite`` says.
+            report: False to count a non-finite step without ever raising an error, whatever ``on_nonfinite`` says.
 
         Raises:
             NonFiniteError: see ``on_nonfinite``.
@@ -255,7 +256,7 @@ class CurvatureOptimizer(DerivativeOptimizer):
 
     @property
     def scaled_share(self) -> dict[int, Tensor]:
-        """The share of steps that η < 1 shortened, by trust region: 0 for the whole optimizer, else the group's index."""
+        """The share of steps with η < 1, by trust region: key 0 for the whole optimizer, or else the index of the group."""
         return algorithm_3.scaled_shares(self.counters)
 
     # --- non-finite steps ---
@@ -300,7 +301,7 @@ class CurvatureOptimizer(DerivativeOptimizer):
         return self._packing.is_packed
 
     def unpack(self) -> None:
-        """Move the averages back into one tensor per parameter. They stay that way, also after :meth:`load_state_dict`.
+        """Move the averages back into one tensor per parameter. They stay there, even after :meth:`load_state_dict`.
 
         Example:
             >>> import torch, hesscale

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .packing import Pack, Packing
 
 MISSING_CURVATURE = (
-    "in place of a plain loss.backward(), call optimizer.backward(loss) or hesscale.backward(loss), or wrap the loop in "
+    "in place of a plain loss.backward(), call optimizer.backward(loss) or hesscale.backward(loss), or run the loop inside "
     "`with hesscale.capture(optimizer):`"
 )
 
@@ -32,7 +32,7 @@ class Batch:
     gradients: list[Tensor] = field(default_factory=list)
     curvatures: list[Tensor] = field(default_factory=list)  # empty between curvature updates
     momenta: list[Tensor] = field(default_factory=list)  # M
-    gradient_squares: list[Tensor] = field(default_factory=list)  # V of Adam, also where another's update is measured by Adam's
+    gradient_squares: list[Tensor] = field(default_factory=list)  # V of Adam, also if ``graft`` compares with Adam
     curvature_squares: list[Tensor] = field(default_factory=list)  # V of the others, and of every trust region
     steps: list[Tensor] = field(default_factory=list)
     curvature_steps: list[Tensor] = field(default_factory=list)
@@ -89,7 +89,7 @@ def add_parameter(batch: Batch, p: Tensor, optimizer: CurvatureOptimizer) -> Non
     averages_gradient_squares = optimizer.squares_gradient or needs_adam(batch.group)
     if averages_gradient_squares and "step" in state and "exp_avg_sq" not in state:
         raise RuntimeError(
-            "the optimizer's state has no exp_avg_sq: until now it did not average squared gradients, which Adam and graft need"
+            "the optimizer's state has no exp_avg_sq: earlier steps did not average squared gradients, which Adam and graft need"
         )
     batch.params.append(p)
     batch.gradients.append(p.grad)  # type: ignore[arg-type]
@@ -103,7 +103,7 @@ def add_parameter(batch: Batch, p: Tensor, optimizer: CurvatureOptimizer) -> Non
         curvature: Tensor | None = getattr(p, "hess_diag", None)
         if curvature is not None:
             if curvature.shape != p.shape:
-                raise RuntimeError(f"hess_diag has shape {tuple(curvature.shape)}, its parameter {tuple(p.shape)}")
+                raise RuntimeError(f"hess_diag has shape {tuple(curvature.shape)}, but its parameter has {tuple(p.shape)}")
             batch.curvatures.append(optimizer.prepare(curvature, p))
 
 
@@ -124,8 +124,8 @@ def check_curvature(optimizer: CurvatureOptimizer, batches: list[Batch]) -> None
         return
     if present:
         raise RuntimeError(
-            f"{wanted - present} of {wanted} parameters with a gradient have no hess_diag; {MISSING_CURVATURE}. Zeros that "
-            "zero_grad(set_to_none=False) left are gradients too: pass set_to_none=True"
+            f"{wanted - present} of {wanted} parameters with a gradient have no hess_diag; {MISSING_CURVATURE}. "
+            "zero_grad(set_to_none=False) leaves zeros, which count as gradients: pass set_to_none=True"
         )
     if optimizer.is_curvature_due:
         raise RuntimeError(f"{type(optimizer).__name__} needs hess_diag for this step and found none; {MISSING_CURVATURE}")

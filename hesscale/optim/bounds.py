@@ -48,7 +48,7 @@ def clip_entries(batch: Batch, denominators: list[Tensor], ratios: list[Any]) ->
 
 
 def match_adam(batch: Batch, denominators: list[Tensor], adam: list[Tensor], adam_ratios: list[Any]) -> None:
-    """Bring the length of each tensor's update between two multiples of the length of Adam's update.
+    """Keep the length of each tensor's update between two multiples of the length of Adam's update.
 
     The updates are M ⊘ D and M ⊘ ``adam``. The second has to be multiplied by adam_ratio before their lengths are compared.
     """
@@ -72,7 +72,7 @@ def norms(batch: Batch, tensors: list[Tensor], order: int) -> list[Tensor]:
 
 
 def for_entries(batch: Batch, numbers: list[Tensor]) -> list[Tensor]:
-    """Numbers of the parameters in a form that combines with their entries."""
+    """One number per parameter, in a form that can be multiplied with the parameter's entries."""
     if batch.pack is not None:
         return [numbers[0].repeat_interleave(batch.pack.sizes, output_size=batch.pack.update.numel())]
     dtype = batch.momenta[0].dtype

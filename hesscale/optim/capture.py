@@ -29,9 +29,9 @@ _local = threading.local()  # .captures: this thread's open blocks, innermost la
 def capture(*optimizers: CurvatureOptimizer, scaler: torch.amp.GradScaler | None = None, **options: Any) -> Iterator[None]:
     """Inside the block, every ``loss.backward()`` of this thread also computes the Hessian diagonals that these optimizers need.
 
-    Only the parameters of these optimizers receive curvature, by each optimizer's own method, and only when it is due
-    (``curvature_every``). All other backward passes are unchanged. So are passes that are given gradients, inputs or several
-    losses, and calls of a ``backward`` that was imported from torch.autograd by name before the block.
+    Only the parameters of these optimizers receive curvature. Each optimizer uses its own method, and only at steps that need
+    curvature (``curvature_every``). All other backward passes are unchanged. So are passes with gradients, inputs or several
+    losses as arguments, and calls of a ``backward`` that was imported by name from torch.autograd before the block.
 
     Args:
         optimizers: optimizers of ``hesscale.optim``.
@@ -48,7 +48,7 @@ def capture(*optimizers: CurvatureOptimizer, scaler: torch.amp.GradScaler | None
     """
     for optimizer in optimizers:
         if not isinstance(optimizer, CurvatureOptimizer):
-            raise TypeError(f"capture(*optimizers) serves optimizers of hesscale.optim, not {type(optimizer).__name__}")
+            raise TypeError(f"capture(*optimizers) takes optimizers of hesscale.optim, not {type(optimizer).__name__}")
     if unknown := options.keys() - {"outputs", "head", "fallback"}:
         raise TypeError(f"capture takes no option {', '.join(sorted(unknown))}")
     captures = _local.__dict__.setdefault("captures", [])
@@ -78,7 +78,7 @@ def check_disjoint(optimizers: list[CurvatureOptimizer]) -> None:
     for optimizer in optimizers:
         for p in optimizer.parameters():
             if owner.setdefault(id(p), optimizer) is not optimizer:
-                raise ValueError("two captured optimizers share a parameter; each parameter has one hess_diag")
+                raise ValueError("two captured optimizers share a parameter, which has only one hess_diag; capture one of them")
 
 
 def install_patch() -> None:
@@ -91,7 +91,7 @@ def install_patch() -> None:
 
 
 def remove_patch() -> None:
-    """When the last block closes, restore torch.autograd.backward, unless somebody else has replaced it since."""
+    """When the last block closes, restore torch.autograd.backward, unless other code has replaced it since."""
     global _foreign_patch, _open_blocks
     with _lock:
         _open_blocks -= 1

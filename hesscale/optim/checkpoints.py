@@ -1,4 +1,4 @@
-"""State dicts and pickles of optimizers, also those that earlier versions wrote."""
+"""State dicts and pickles of optimizers, including those from earlier versions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .base import CurvatureOptimizer
 
 
-LATER_OPTIONS = {"curvature_warmup": 0, **bounds.NEUTRAL}  # version 0.1 began without them, and behaved as with these values
+LATER_OPTIONS = {"curvature_warmup": 0, **bounds.NEUTRAL}  # early pickles lack them; these values mean the same
 
 
 def picklable_attributes(optimizer: CurvatureOptimizer) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def upgrade_pickle(optimizer: CurvatureOptimizer) -> None:
 def complete_loaded_state(optimizer: CurvatureOptimizer) -> None:
     """Add options that the saved groups lack, move step counters to their parameters' devices, and copy every tensor.
 
-    Groups that were saved before bounds on the update existed go on without bounds.
+    Groups that were saved before bounds on the update existed continue without bounds.
     """
     options = {**optimizer.defaults, **bounds.NEUTRAL}
     for group in optimizer.param_groups:

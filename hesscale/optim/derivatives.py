@@ -22,7 +22,7 @@ from .amp import unscaled_curvature
 class DerivativeOptimizer(Optimizer):
     """A torch optimizer whose :meth:`backward` fills ``.grad``, and ``.hess_diag`` at the steps that need it."""
 
-    method: ClassVar[str]  # of :func:`hesscale.backward`, or the name of an estimate
+    method: ClassVar[str]  # of :func:`hesscale.backward`, or the name of an estimator
     squares_gradient: ClassVar[bool] = False  # whether V averages F², as in Adam, and not S²
     curvature_every: int
     curvature_dtype: torch.dtype | None
@@ -34,7 +34,7 @@ class DerivativeOptimizer(Optimizer):
 
     @property
     def uses_curvature(self) -> bool:
-        """Whether this optimizer needs Hessian diagonals at all. Adam needs them for a trust region alone."""
+        """Whether this optimizer needs Hessian diagonals at all. Adam needs them only for a trust region."""
         return not self.squares_gradient or any(group["trust_radius"] is not None for group in self.param_groups)
 
     @property
@@ -44,11 +44,11 @@ class DerivativeOptimizer(Optimizer):
 
     @property
     def period(self) -> int:
-        """After so many steps, the phases repeat."""
+        """The number of steps after which :meth:`phase_at` repeats."""
         return self.curvature_every
 
     def phase_at(self, step: int) -> tuple[bool, ...]:
-        """What :meth:`backward` computes for the step of this number: first of all, whether it computes a Hessian diagonal."""
+        """What :meth:`backward` computes at step number ``step``. The first entry: whether it computes a Hessian diagonal."""
         return (self.uses_curvature and step % self.curvature_every == 0,)
 
     def backward(
@@ -65,7 +65,7 @@ class DerivativeOptimizer(Optimizer):
 
         Args:
             loss: the loss itself, not scaled by ``scaler``.
-            scaler: scales the loss for the backward pass; the curvature comes out unscaled.
+            scaler: scales the loss for the backward pass; the resulting curvature is unscaled.
             outputs, retain_graph, head, fallback: as in :func:`hesscale.backward`.
 
         Example:
@@ -133,7 +133,7 @@ class DerivativeOptimizer(Optimizer):
                     p.grad = None
 
     def clear_curvature(self) -> None:
-        """Clear Hessian diagonals alone."""
+        """Clear only the Hessian diagonals."""
         self.curvature_is_unscaled = False
         for group in self.param_groups:
             for p in group["params"]:

@@ -1,4 +1,4 @@
-"""Keeps non-finite numbers out of weights and averages, without ever waiting for the device."""
+"""Keep non-finite numbers out of weights and averages, without waiting for the device."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class NonFiniteCheck:
             self.pending_copy = host, event
 
     def report_earlier_steps(self) -> None:
-        """Report non-finite steps whose count has been copied to the host by now."""
+        """Report non-finite steps if the copy of their count to the host has finished."""
         if self.pending_copy is None and not self.has_silent_steps:
             return
         if torch.compiler.is_compiling() or is_capturing():
@@ -96,7 +96,7 @@ class NonFiniteCheck:
             self.acknowledge()
 
     def record_compiled_step(self, step: int, *, report: bool) -> bool:
-        """Record a step that a compiled graph has made, or masked if a number was not finite.
+        """Record a step that a compiled graph has taken, or masked out because a number was not finite.
 
         Returns:
             False if the host knows that the step was masked.
@@ -141,8 +141,8 @@ class NonFiniteCheck:
         is_new, self.reported_count = count > self.reported_count, count
         if is_new and self.on_nonfinite == "raise":
             raise NonFiniteError(
-                f"{when}a gradient or Hessian diagonal, or its square, is not finite; weights and averages were left as they "
-                "were. Lower the step size, set trust_radius, or pass on_nonfinite='skip' to leave such steps out"
+                f"{when}a gradient or Hessian diagonal, or its square, is not finite. The step was skipped; weights and averages "
+                "have not changed. Lower the step size, set trust_radius, or pass on_nonfinite='skip' to skip without an error"
             )
 
     def warn_if_zero(self, curvatures: Sequence[Tensor]) -> None:
@@ -153,7 +153,7 @@ class NonFiniteCheck:
         if not any(bool(curvature.any()) for curvature in curvatures):
             warnings.warn(
                 "the Hessian diagonal is zero for every parameter (piecewise linear model and loss?), so the step divides by eps "
-                "alone; use a loss with curvature, or an optimizer of the gradient",
+                "alone. Use a loss with curvature, or an optimizer that needs none, such as Adam",
                 CurvatureWarning,
                 stacklevel=5,  # the line that called step
             )

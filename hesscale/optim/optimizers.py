@@ -30,8 +30,7 @@ class BoundedOptimizer(CurvatureOptimizer):
     """Optimizers whose updates are bounded by default.
 
     Args:
-        damping, graft: as in :class:`CurvatureOptimizer`.
-        args, options: as in :class:`CurvatureOptimizer`.
+        damping, graft, args, options: as in :class:`CurvatureOptimizer`.
     """
 
     def __init__(
@@ -46,7 +45,7 @@ class BoundedOptimizer(CurvatureOptimizer):
 
     @classmethod
     def paper(cls, params: Any, *args: Any, **options: Any) -> Self:
-        """The paper's Algorithm 2 to the letter, without bounds on the update; with ``trust_radius``, Algorithm 3.
+        """Exactly the paper's Algorithm 2, without bounds on the update; with ``trust_radius``, Algorithm 3.
 
         Example:
             >>> import torch, hesscale
@@ -64,7 +63,7 @@ class AdaHesScale(BoundedOptimizer):
     """Adam with the HesScale diagonal in place of the gradient in V (Algorithm 2); with ``trust_radius``, Algorithm 3.
 
     By default, the update of each parameter tensor is one to three times as long as Adam's would be, and small curvature is
-    damped (``graft=(1, 3), damping=0.03``), so that Adam's step sizes can be used. :meth:`paper` is without these bounds.
+    damped (``graft=(1, 3), damping=0.03``), so that Adam's step sizes can be used. :meth:`paper` makes one without these bounds.
 
     Example:
         >>> import torch, hesscale
@@ -126,7 +125,7 @@ class AdaHesScaleGN(BoundedOptimizer):
         return [(p, self.calibration_sums(p)) for p in self.parameters()]
 
     def calibrate(self, loss: Tensor, **options: Any) -> None:
-        """Average the sums of both diagonals. Bias corrections would cancel in their ratio."""
+        """Average the sums of both diagonals, without bias corrections, which would cancel in their ratio."""
         params = self.parameters_of(loss)
         recursive = self.diagonals(loss, params, **options)
         outputs = options.get("outputs")
@@ -178,7 +177,7 @@ class Sampled(CurvatureOptimizer):
         args, options: as in :class:`CurvatureOptimizer`.
     """
 
-    draws_signs: ClassVar[bool] = False  # of parameters, which several processes share, and not at the outputs of samples
+    draws_signs: ClassVar[bool] = False  # whether it draws signs for parameters, the same in all processes, or at the outputs
 
     def __init__(self, params: Any, *args: Any, num_samples: int = 1, generator: torch.Generator | None = None, **options: Any):
         if num_samples < 1:
@@ -195,11 +194,11 @@ class Sampled(CurvatureOptimizer):
 
     @property
     def estimator(self) -> str:
-        """The estimate's name in :mod:`hesscale.estimators`."""
+        """The estimator's name in :mod:`hesscale.estimators`."""
         return self.method
 
     def diagonals(self, loss: Tensor, params: list[Tensor], **options: Any) -> Sequence[Tensor | None]:
-        """Estimates of the diagonals. ``head`` and ``fallback`` concern the recursion alone, and change nothing here."""
+        """Estimates of the diagonals. ``head`` and ``fallback`` have no effect here."""
         return estimators.estimate(
             self.estimator,
             loss,
@@ -215,7 +214,7 @@ class AdaHessian(Sampled):
     """:class:`AdaHesScale` with Hutchinson's estimate z∘Hz of the diagonal in V, as in the paper.
 
     Args:
-        spatial_average: average |z∘Hz| over the window of a convolution's kernel.
+        spatial_average: average |z∘Hz| over the spatial dimensions of a convolution's kernel.
     """
 
     method = "hutchinson"
@@ -236,8 +235,8 @@ class GGNMC(Sampled):
     """:class:`AdaHesScale` with a Monte-Carlo estimate of the Gauss-Newton diagonal in V.
 
     Args:
-        per_sample: square the draw of each sample, as the paper does. By default, the draw of the whole batch is squared; that
-            works for every model, but some entries are close to zero by chance.
+        per_sample: square the draw of each sample separately, as the paper does. By default, the draw of the whole batch is
+            squared. That works for every model, but some entries are close to zero by chance.
     """
 
     method = "ggn_mc"
@@ -292,7 +291,7 @@ class SophiaG(GGNMC):
         super().__init__(params, lr, betas, eps, weight_decay, **options)
 
     def prepare(self, curvature: Tensor, p: Tensor) -> Tensor:
-        """√S, so that the average of squares is one of S. The estimate is a sum of squares, never negative."""
+        """√S, so that the average of its squares is an average of S. The estimate S is a sum of squares, never negative."""
         return curvature.sqrt()
 
     def quotient(self, batch: Batch) -> Quotient:

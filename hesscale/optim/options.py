@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 TRUST_REGIONS = ("optimizer", "group")
-OPTIMIZER_OPTIONS = (  # these hold for all groups together
+OPTIMIZER_OPTIONS = (  # these apply to the whole optimizer
     *("trust_region", "curvature_every", "curvature_dtype", "on_nonfinite"),
     *("num_samples", "generator", "per_sample", "spatial_average", "calibrate_every"),
 )
 
 
 def check_group(group: dict[str, Any]) -> None:
-    """Refuse options that are out of range or that no group has, and parameters that cannot hold curvature."""
+    """Raise for options that are out of range or not allowed in a group, and for parameters that cannot have curvature."""
     for name in OPTIMIZER_OPTIONS:
         if name in group:
             raise ValueError(f"{name} holds for the whole optimizer: pass it to the constructor, not in a group")
@@ -31,9 +31,9 @@ def check_group(group: dict[str, Any]) -> None:
     check_bounds(group)
     for p in group["params"]:
         if p.is_complex():
-            raise ValueError("complex parameters have no Hessian diagonal; hold real and imaginary parts as two parameters")
+            raise ValueError("complex parameters have no Hessian diagonal; store the real and imaginary parts as two parameters")
         if p.dtype == torch.float16:
-            raise ValueError("float16 parameters have no room for squared curvature; keep them in float32 and use autocast")
+            raise ValueError("squared curvature does not fit into float16 parameters; keep them in float32 and use autocast")
 
 
 def check_bounds(group: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Small parameters on a CPU share one flat tensor per average, since there the call of an operator costs more than its work."""
+"""Small parameters on a CPU share one flat tensor per average, since calling an operator costs more than its arithmetic there."""
 
 from __future__ import annotations
 
@@ -75,12 +75,12 @@ class Packing:
 
 
 def is_allowed(optimizer: CurvatureOptimizer, group: dict[str, Any]) -> bool:
-    """Whether a group's step may be packed: not parameter by parameter, and not under a gradient scaler."""
+    """Whether a group may be packed: not with ``foreach=False``, and not under a gradient scaler."""
     return group["foreach"] is not False and not hasattr(optimizer, "found_inf")
 
 
 def is_packable(batch: Batch) -> bool:
-    """Whether the parameters are small and have made the same number of steps, so one counter is enough for all."""
+    """Whether the parameters are small and have taken the same number of steps, so that one counter is enough for all."""
     if not is_small(batch.params):
         return False
     counts = [[float(step) for step in steps] for steps in (batch.steps, batch.curvature_steps) if steps]
@@ -130,7 +130,7 @@ class Pack:
         return [*map(id, params)], states, [*map(id, entries)], [*map(Tensor.data_ptr, self.views)]
 
     def fits(self, params: list[Tensor], state: State) -> bool:
-        """Whether these are the pack's parameters, their state is the pack's, and all have made the same number of steps."""
+        """Whether these are the pack's parameters, their state is the pack's, and all have taken the same number of steps."""
         if self.identity_of(params, state) != self.identity:
             return False
         return all(is_constant(counts.tolist()) for counts in (*self.batch.steps, *self.batch.curvature_steps))

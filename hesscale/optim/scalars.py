@@ -1,4 +1,4 @@
-"""Step numbers and counters: plain numbers where reading them is free, tensors on a GPU and in a traced step."""
+"""Step numbers and counters: plain numbers on a CPU, where reading them is free; tensors on a GPU and in a traced step."""
 
 from __future__ import annotations
 

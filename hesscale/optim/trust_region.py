@@ -20,7 +20,7 @@ from .update import Quotient, bias_corrections, evaluate
 
 
 def check_radii(groups: list[dict[str, Any]], trust_region: str) -> None:
-    """Refuse different radii for one trust region. Radii that are tensors are not compared."""
+    """Raise if one trust region is given different radii. Radii that are tensors are not compared."""
     radii = [group["trust_radius"] for group in groups if "trust_radius" in group]
     is_plain = not any(isinstance(radius, Tensor) for radius in radii)
     if trust_region == "optimizer" and is_plain and len(set(radii)) > 1:
@@ -30,7 +30,7 @@ def check_radii(groups: list[dict[str, Any]], trust_region: str) -> None:
 def step_scales(
     batches: list[Batch], quotients: list[Quotient], trust_region: str, counters: dict[str, Tensor], mask: Tensor | None
 ) -> tuple[list[Tensor | None], list[Tensor | None]]:
-    """η of each trust region, None if the region takes no part in the step; and η of each batch, None outside all trust regions.
+    """η of each trust region, None if it has no gradients in this step; and η of each batch, None outside all trust regions.
 
     Counts the step in ``counters``, unless ``mask`` is 0.
     """

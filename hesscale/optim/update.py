@@ -5,7 +5,7 @@
     U = α M̂ ⊘ (√V̂ + ε)                                     update_quotient, evaluate
     W ← W − ηU                                             apply_update
 
-F is the gradient, and S the Hessian diagonal. For Adam, S is the gradient too; its trust region keeps an average of the diagonal.
+F is the gradient, and S the Hessian diagonal. In Adam, V averages F² instead; its trust region needs an average of S² too.
 :mod:`hesscale.optim.bounds` may enlarge the denominator. η is 1, or less where :mod:`hesscale.optim.trust_region` shortens the
 step.
 
@@ -26,7 +26,7 @@ from .scalars import Number, is_nonzero, is_on_host, materialize, step_numbers
 
 
 class Quotient(NamedTuple):
-    """U = factor · M ⊘ denominator as its parts, which a fused operator can apply without storing U."""
+    """The parts of U = factor · M ⊘ denominator, which a fused kernel can apply without storing U."""
 
     denominators: list[Tensor]
     factors: list[Any]

@@ -1,4 +1,4 @@
-"""Pickles of optimizers from earlier versions look for a class in this module."""
+"""The earlier name of :mod:`hesscale.optim.nonfinite`, for pickles of optimizers from earlier versions."""
 
 from .nonfinite import Watch
 

@@ -122,7 +122,9 @@ def flash_dropout_mask(node: Node) -> Tensor:
     finally:
         generator.set_state(before)
     if not torch.equal(output, fields._saved_output):
-        raise RuntimeError("flash attention does not repeat its dropout; use torch.nn.attention.sdpa_kernel(SDPBackend.MATH)")
+        raise RuntimeError(
+            "the dropout mask of flash attention cannot be recomputed here; use torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
+        )
     return ~probabilities.signbit()
 
 

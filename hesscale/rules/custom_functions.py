@@ -52,7 +52,7 @@ def rule_by_probes(node: Node) -> Rule | None:
     if key in _known:
         return RULE
     if torch.compiler.is_compiling():
-        raise NeedsEagerPass(f"whether {function.__qualname__} is elementwise is found out by a pass in eager mode")
+        raise NeedsEagerPass(f"only a pass in eager mode can find out whether {function.__qualname__} is elementwise")
     if not (saves_graphs_only(node) and is_elementwise(node, index)):
         return None
     while len(_known) >= MAX_KNOWN:

@@ -422,7 +422,7 @@ def test_nothing_more_is_sent_between_curvature_updates(ranks):
 
 
 def test_other_ways_to_average_are_told_that_hess_diag_is_not_averaged(ranks):
-    assert all("average it as well" in rank["by hand"][0] and len(rank["by hand"]) == 1 for rank in ranks)
+    assert all("average hess_diag as well" in rank["by hand"][0] and len(rank["by hand"]) == 1 for rank in ranks)
 
 
 def test_unused_parameters_keep_none(ranks):

@@ -280,7 +280,7 @@ def refused(loss: Tensor, params: list[Tensor], match: str, **options) -> None:
 def test_other_parameters():
     norm, last, x = nn.LayerNorm(3), nn.Linear(3, 2), image(3)
     params = [*last.parameters(), *norm.parameters()]
-    refused(last(norm(x)).exp().sum(), params, r"params\[2\], of shape \(3,\), is input 1 of NativeLayerNorm.* take 'ggn_mc'")
+    refused(last(norm(x)).exp().sum(), params, r"params\[2\], of shape \(3,\), is input 1 of NativeLayerNorm.* use 'ggn_mc'")
     vector = torch.randn(3, requires_grad=True)
     refused(last(x * vector).exp().sum(), [vector], r"params\[0\], of shape \(3,\), is input 1 of MulBackward0")
 
@@ -328,7 +328,7 @@ MIXING = {
 def test_what_may_carry_a_sample_into_another(name):
     first, last = nn.Linear(3, 4), nn.Linear(4, 3)
     loss = cross_entropy(last(MIXING[name](first(image(3)))))
-    refused(loss, [*first.parameters()], rf"{name}\w* stands between a layer and the outputs.* Take 'ggn_mc'")
+    refused(loss, [*first.parameters()], rf"{name}\w* lies between a layer and the outputs.* Use 'ggn_mc'")
 
 
 def test_parameters_above_what_mixes_are_fine():
@@ -359,7 +359,7 @@ def test_samples_in_another_dimension():
 )
 def test_losses_that_couple_samples(head):
     layer = nn.Linear(3, 3)
-    refused(head(layer(image(3))), [*layer.parameters()], "couples the outputs of different samples|one sample into another")
+    refused(head(layer(image(3))), [*layer.parameters()], "couples the outputs of different samples|may mix the samples")
 
 
 # ---------------------------------------------------------------------------------------------------------- precision, optimizer

@@ -34,33 +34,37 @@ Row = tuple[str, ...]  # model, runs, gradients, diagonals, nodes, cost, rules
 
 TOP = """# Models
 
-`hesscale.backward(loss)` on other people's models as they come: {models} models of {libraries} libraries, each small and with
-random parameters.
+This page runs `hesscale.backward(loss)` on unchanged models of other libraries: {models} models of {libraries} libraries, each
+in a small configuration with random parameters.
 
-{runs} run and {raises} raise an error; the diagonals of {compared} were compared with an independent recursion, and are equal.
-`make models` writes this page (torch {torch}, CPU, one thread). `make test-all` checks every row up to its costs.
+{runs} run and {raises} raise an error. The diagonals of {compared} were compared with an independent implementation, and are
+equal. `make models` writes this page (torch {torch}, CPU, one thread). `make test-all` checks every column except the costs.
 
-- **runs**: in float32 and in float64, in train and in eval mode. Of an error the page shows the first sentence; the message goes
-  on with ways out. Some models do not run in float64 by themselves, so for that they are changed: mixtures of experts in
-  transformers get eager experts, and stable-baselines3 and FourierFT lose their casts to float32. Gated delta rules
-  (`qwen3_next`, `olmo_hybrid`) have chunks of 4 instead of 64 throughout, to keep the comparison small.
-- **gradients**: *identical* means: to the last bit those of `loss.backward()` on the same model with the same seed.
-- **diagonals**: *equal* means that every entry agrees, in float64 and in both modes, to a relative {tolerance:.0e} (or, of small
-  entries, to 1e-10 of the largest in their tensor plus 1e-13 of the largest in the model), with the recursion by brute force in
-  [graph_recursion.py](../tests/models/graph_recursion.py). That walks the graph of the loss. It takes each node's Jacobian and
-  second derivatives from PyTorch's backward of that node alone, entry by entry, and shares no code with hesscale. Two operators
-  are stated instead of asked for: weight norm, whose second derivative in PyTorch is wrong, and hardsigmoid, which PyTorch does
-  not differentiate twice and whose second derivative is taken as zero. In this graph attention and recurrent layers are not
-  fused. In both graphs casts to float32 are left out, and `head="rules"` is set, since the exact head is no part of the
-  recursion; so the default head is run here, but not compared. Products by groups of experts and fused LSTMs exist in float32
-  only: they are held by one looser check, that the diagonal of the whole model in float32 and eval mode is within {low:.1%} of
-  that in float64. *With fallback* means that `hesscale.backward(loss, fallback="exact")` was compared.
-- **nodes**: how many autograd's graph has.
-- **cost**: the time of `hesscale.backward(loss)` over that of `loss.backward()`, in float32 and train mode, the median of
-  {rounds} interleaved rounds; in the column **rules**, the same with `head="rules"`. It is noisy, and of models as small as these
-  it is mostly overhead per node: [benchmarks](../benchmarks/README.md#step-cost) has networks of a useful size. Where the two
-  numbers are far apart, the model ends in more than a linear layer, and the exact head takes the time. Their medians over all
-  models are {cost:.1f} and {rules:.1f}.
+- **runs**: *yes* means that the model runs in float32 and in float64, in train and in eval mode. Otherwise the page shows the
+  first sentence of the error; the full message also says what to do. Some models do not support float64 themselves and are
+  changed for that run: mixtures of experts in transformers use eager experts, and stable-baselines3 and FourierFT do not cast
+  to float32. Gated delta rules (`qwen3_next`, `olmo_hybrid`) use chunks of 4 instead of 64 in every run, to keep the comparison
+  small.
+- **gradients**: *identical* means bit for bit those of `loss.backward()` on the same model with the same seed.
+- **diagonals**: *equal* means that every entry, in float64 and in both modes, agrees with the brute-force recursion in
+  [graph_recursion.py](../tests/models/graph_recursion.py). The relative tolerance is {tolerance:.0e}; for small entries, it is
+  1e-10 of the largest entry in their tensor plus 1e-13 of the largest in the model. *With fallback* means that
+  `hesscale.backward(loss, fallback="exact")` was compared. About this comparison:
+  - The brute-force recursion walks the graph of the loss. It gets each node's Jacobian and second derivatives from PyTorch's
+    backward of that node alone, entry by entry, and shares no code with hesscale.
+  - It has formulas of its own for two operators: weight norm, whose second derivative in PyTorch is wrong, and hardsigmoid,
+    which PyTorch cannot differentiate twice and whose second derivative is taken as zero.
+  - Its attention and recurrent layers are not fused. Both sides leave out casts to float32.
+  - Both sides use `head="rules"`, since the recursion does not include the exact diagonal at the model's outputs. So the
+    default `head="auto"` is run here, but not compared.
+  - Grouped matrix products of experts and fused LSTMs exist in float32 only, and get a looser check: the diagonal of the whole
+    model in float32 and eval mode is within {low:.1%} of that in float64.
+- **nodes**: the number of nodes in autograd's graph.
+- **cost**: the time of `hesscale.backward(loss)` divided by that of `loss.backward()`, in float32 and train mode, as the median
+  of {rounds} interleaved rounds. The column **rules** has the same with `head="rules"`. The medians over all models are
+  {cost:.1f} and {rules:.1f}. The times are noisy. For models as small as these, they are mostly overhead per node;
+  [benchmarks](../benchmarks/README.md#step-cost) has networks of a realistic size. Where the two numbers are far apart,
+  operators that are not linear follow the model's last linear layer, and the exact diagonal at the outputs takes the time.
 """
 
 

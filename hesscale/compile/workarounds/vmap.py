@@ -45,9 +45,9 @@ def mappable(graph: GraphModule) -> GraphModule:
     add = graph.graph.call_function
     for node in list(graph.graph.nodes):
         if "as_strided" in str(node.target):
-            raise CannotTrace("it uses as_strided, which depends on where its tensors lie in memory")
+            raise CannotTrace("it uses as_strided, which depends on the memory layout of its tensors")
         if node.target in NOT_APART:
-            raise CannotTrace(f"it draws by {node.target}, of which vmap gives all the same numbers")
+            raise CannotTrace(f"it draws random numbers with {node.target}, and vmap would draw the same for all")
         if node.target in DRAWN:
             replace_node(node, functools.partial(DRAWN[node.target], **options_of(node)))
             continue
