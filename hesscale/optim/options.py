@@ -12,7 +12,7 @@ from torch import Tensor
 TRUST_REGIONS = ("optimizer", "group")
 OPTIMIZER_OPTIONS = (  # these hold for all groups together
     *("trust_region", "curvature_every", "curvature_dtype", "on_nonfinite"),
-    *("num_samples", "generator", "per_sample", "spatial_average", "calibrate_every"),
+    *("num_samples", "generator", "per_sample", "spatial_average", "calibrate_every", "rho"),
 )
 
 
