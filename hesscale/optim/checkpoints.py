@@ -42,8 +42,9 @@ def complete_loaded_state(optimizer: CurvatureOptimizer, saved: dict[str, Any]) 
     keys = [key for group in saved["param_groups"] for key in group["params"]]
     params = [p for group in optimizer.param_groups for p in group["params"]]
     unrounded = {p: saved["state"].get(key, {}) for key, p in zip(keys, params, strict=True)}
-    options = {**optimizer.defaults, **bounds.NEUTRAL}
     for group in optimizer.param_groups:
+        is_ours = "trust_radius" in group  # not that of an optimizer of torch, which says nothing of bounds
+        options = {**optimizer.defaults, **bounds.NEUTRAL} if is_ours else optimizer.defaults
         for name in optimizer.option_names:
             group.setdefault(name, options[name])
         group.setdefault("step_count", 0)

@@ -166,7 +166,8 @@ class AdaHesScaleGN(BoundedOptimizer):
         if self.calibrate_every is None:
             return curvature
         target, found = self.calibration_sums(p).to(curvature.dtype).unbind()
-        return curvature * torch.where(found > 0, target / found, 1.0)
+        has_one_sign = target.sign() * found.sign() > 0  # both are negative for a loss that is to be maximized
+        return curvature * torch.where(has_one_sign, target / found, 1.0)
 
 
 CALIBRATION_DECAY = 0.9  # of the sums that a calibration averages, from one calibration to the next
@@ -313,8 +314,8 @@ class SophiaG(GGNMC):
         super().add_param_group(param_group)
 
     def prepare(self, curvature: Tensor, p: Tensor) -> Tensor:
-        """√S, so that the average of squares is one of S. The estimate is a sum of squares, never negative."""
-        return curvature.sqrt()
+        """√|S|, so that the average of squares is one of |S|. S is a sum of squares, negative for a loss to be maximized."""
+        return curvature.abs().sqrt()
 
     def quotient(self, batch: Batch) -> Quotient:
         """An entry is clipped at ±1 by a denominator of at least |M|."""

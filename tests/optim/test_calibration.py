@@ -132,3 +132,20 @@ def test_a_loss_without_the_optimizers_parameters():
     w = torch.ones(2, requires_grad=True)
     optimizer.backward((w**2).sum())
     assert w.grad.tolist() == [2, 2]
+
+
+def test_calibration_of_a_loss_that_is_maximized():
+    """Both diagonals are negative then, and their ratio is the same."""
+    found = []
+    for sign in (1, -1):
+        model = averaging_cnn()
+        options = {"calibrate_every": 1, "generator": torch.Generator().manual_seed(0), "maximize": sign < 0}
+        optimizer = AdaHesScaleGN.paper(model.parameters(), lr=0.01, **options)
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(3):
+            x, y = torch.randn(8, 1, 5, 5, dtype=torch.float64, generator=generator), torch.arange(8) % 3
+            optimizer.zero_grad()
+            optimizer.backward(sign * F.cross_entropy(model(x), y))
+            optimizer.step()
+        found.append([p.detach() for p in model.parameters()])
+    torch.testing.assert_close(found[0], found[1])
