@@ -77,7 +77,8 @@ class Members:
             known.divide(known.values, differing)
         for k, known in enumerate(hyperparameters):
             if known.constants != hyperparameters[0].constants:
-                names = sorted({name for _, name, _ in differing if name != "lr"})
+                pairs = known.values.items() ^ values.items()
+                names = sorted({name for (_, name, _), _ in pairs if name != "lr"})
                 raise ValueError(
                     f"member {k} has options that are not numbers and differ from member 0's, among {', '.join(names)}"
                 )

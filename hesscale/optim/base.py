@@ -15,7 +15,7 @@ from ..engine.arguments import check_choices
 from ..errors import CurvatureWarning, NonFiniteError
 from . import trust_region as algorithm_3
 from .amp import clear_scaler_attributes, unscale
-from .batches import Batch, collect
+from .batches import Batch, collect, prepare_curvature
 from .bounds import LONG_ENTRY, SAFE_DAMPING, SAFE_GRAFT, WATCHED_STEPS
 from .checkpoints import complete_loaded_state, picklable_attributes, upgrade_pickle
 from .derivatives import DerivativeOptimizer, is_profiled
@@ -157,7 +157,7 @@ class CurvatureOptimizer(DerivativeOptimizer):
         """
         super().load_state_dict(state_dict)
         self.check_radii()
-        complete_loaded_state(self)
+        complete_loaded_state(self, state_dict)
 
     # --- the step ---
 
@@ -201,6 +201,7 @@ class CurvatureOptimizer(DerivativeOptimizer):
         """Apply Algorithm 2, and Algorithm 3 in trust regions. Returns False if the host knows that the step was skipped."""
         self.check_radii()
         unscale(self, batches)
+        prepare_curvature(self, batches)  # of the unscaled curvature: this need not be linear
         derivatives = [t for batch in batches for t in (*batch.gradients, *batch.curvatures)]
         mask = self.nonfinite_check.check(derivatives, getattr(self, "found_inf", None))
         if mask is not None and is_on_host(mask):

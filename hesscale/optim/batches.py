@@ -91,6 +91,8 @@ def add_parameter(batch: Batch, p: Tensor, optimizer: CurvatureOptimizer) -> Non
         raise RuntimeError(
             "the optimizer's state has no exp_avg_sq: earlier steps did not average squared gradients, which Adam and graft need"
         )
+    if not averages_gradient_squares:
+        state.pop("exp_avg_sq", None)  # from now on it misses steps: with graft it would give wrong lengths later
     batch.params.append(p)
     batch.gradients.append(p.grad)  # type: ignore[arg-type]
     batch.momenta.append(state_tensor(state, "exp_avg", p))
@@ -104,7 +106,15 @@ def add_parameter(batch: Batch, p: Tensor, optimizer: CurvatureOptimizer) -> Non
         if curvature is not None:
             if curvature.shape != p.shape:
                 raise RuntimeError(f"hess_diag has shape {tuple(curvature.shape)}, but its parameter has {tuple(p.shape)}")
-            batch.curvatures.append(optimizer.prepare(curvature, p))
+            batch.curvatures.append(curvature)
+
+
+def prepare_curvature(optimizer: CurvatureOptimizer, batches: list[Batch]) -> None:
+    """Bring Hessian diagonals into the form that the optimizer averages. A pack's diagonals have it already."""
+    for batch in batches:
+        if batch.pack is None and batch.curvatures:
+            pairs = zip(batch.curvatures, batch.params, strict=True)
+            batch.curvatures = [optimizer.prepare(curvature, p) for curvature, p in pairs]
 
 
 def state_tensor(state: dict[str, Any], name: str, p: Tensor) -> Tensor:

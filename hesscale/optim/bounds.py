@@ -63,17 +63,18 @@ def match_adam(batch: Batch, denominators: list[Tensor], adam: list[Tensor], ada
 
 def norms(batch: Batch, tensors: list[Tensor], order: int) -> list[Tensor]:
     """The norm of each parameter's part, at least in single precision; for a pack, one tensor with the norms of all its parts."""
+    dtype = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
     if batch.pack is not None:
-        powers = tensors[0] if order == 1 else tensors[0].square()  # a denominator is not negative
+        powers = tensors[0].to(dtype)  # segment_reduce adds up in the dtype that it is given
+        powers = powers if order == 1 else powers.square()  # a denominator is not negative
         sums = torch.segment_reduce(powers, "sum", lengths=batch.pack.sizes)
         return [sums if order == 1 else sums.sqrt_()]
-    dtype = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
     return list(torch._foreach_norm(tensors, order, dtype=dtype))
 
 
 def for_entries(batch: Batch, numbers: list[Tensor]) -> list[Tensor]:
     """One number per parameter, in a form that can be multiplied with the parameter's entries."""
-    if batch.pack is not None:
-        return [numbers[0].repeat_interleave(batch.pack.sizes, output_size=batch.pack.update.numel())]
     dtype = batch.momenta[0].dtype
+    if batch.pack is not None:
+        return [numbers[0].to(dtype).repeat_interleave(batch.pack.sizes, output_size=batch.pack.update.numel())]
     return materialize([number.to(dtype) for number in numbers])

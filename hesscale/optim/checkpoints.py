@@ -33,18 +33,24 @@ def upgrade_pickle(optimizer: CurvatureOptimizer) -> None:
         optimizer.option_names = tuple(optimizer.defaults)
 
 
-def complete_loaded_state(optimizer: CurvatureOptimizer) -> None:
+def complete_loaded_state(optimizer: CurvatureOptimizer, saved: dict[str, Any]) -> None:
     """Add options that the saved groups lack, move step counters to their parameters' devices, and copy every tensor.
 
-    Groups that were saved before bounds on the update existed continue without bounds.
+    Groups that were saved before bounds on the update existed continue without bounds. Torch rounds every entry except ``step``
+    to the dtype of the parameter. Since bfloat16 counts only to 256, counters are read from ``saved``.
     """
-    options = {**optimizer.defaults, **bounds.NEUTRAL}
+    keys = [key for group in saved["param_groups"] for key in group["params"]]
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    unrounded = {p: saved["state"].get(key, {}) for key, p in zip(keys, params, strict=True)}
     for group in optimizer.param_groups:
+        is_ours = "trust_radius" in group  # not that of an optimizer of torch, which says nothing of bounds
+        options = {**optimizer.defaults, **bounds.NEUTRAL} if is_ours else optimizer.defaults
         for name in optimizer.option_names:
             group.setdefault(name, options[name])
         group.setdefault("step_count", 0)
         for p in group["params"]:
             state = optimizer.state.get(p, {})
-            for name in {"step", "curvature_step"} & state.keys():
-                state[name] = torch.as_tensor(state[name]).to(device=p.device, dtype=counter_dtype(p))
+            for name in {"step", "curvature_step", "calibration_sums"} & state.keys():
+                value = unrounded[p].get(name, state[name])
+                state[name] = torch.as_tensor(value).to(device=p.device, dtype=counter_dtype(p))
             state.update({name: value.clone() for name, value in state.items() if isinstance(value, Tensor)})

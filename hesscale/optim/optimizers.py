@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -89,6 +90,8 @@ class AdaHesScaleGN(BoundedOptimizer):
     """
 
     method = "hesscale_gn"
+    calibrate_every: int | None = None  # also in pickles of versions without it
+    generator: torch.Generator | None = None
 
     def __init__(
         self,
@@ -113,20 +116,32 @@ class AdaHesScaleGN(BoundedOptimizer):
         return (*super().phase_at(step), self.calibrate_every is not None and step % self.calibrate_every == 0)
 
     def fill_curvature(self, loss: Tensor, *, retain_graph: bool = False, scale: Tensor | None = None, **options: Any) -> None:
-        if not self.phase_at(self.param_groups[0]["step_count"])[1]:
+        with self.calibrated(loss, **options):
             super().fill_curvature(loss, retain_graph=retain_graph, scale=scale, **options)
+
+    def fill_curvature_alone(self, loss: Tensor, *, scale: Tensor | None = None, **options: Any) -> None:
+        with self.calibrated(loss, **options):
+            super().fill_curvature_alone(loss, scale=scale, **options)
+
+    @contextmanager
+    def calibrated(self, loss: Tensor, **options: Any) -> Iterator[None]:
+        """A pass over a loss: calibrate before it, if that is due."""
+        if not self.phase_at(self.param_groups[0]["step_count"])[1]:
+            yield
             return
         check_loss(loss)
         with averaged_with_gradients(partial(leaves_of, loss), self.curvature_dtype, also=self.all_calibration_sums):
             self.calibrate(loss, **options)
-            super().fill_curvature(loss, retain_graph=retain_graph, scale=scale, **options)
+            yield
 
     def all_calibration_sums(self) -> list[tuple[Tensor, Tensor]]:
         return [(p, self.calibration_sums(p)) for p in self.parameters()]
 
     def calibrate(self, loss: Tensor, **options: Any) -> None:
-        """Average the sums of both diagonals, without bias corrections, which would cancel in their ratio."""
+        """Average the sums of both diagonals, unless they are not finite. Bias corrections would cancel in their ratio."""
         params = self.parameters_of(loss)
+        if not params:
+            return
         recursive = self.diagonals(loss, params, **options)
         outputs = options.get("outputs")
         generator = self.generator or generator_for(params, self.param_groups[0]["step_count"], is_shared=False)
@@ -135,7 +150,8 @@ class AdaHesScaleGN(BoundedOptimizer):
             for p, found, target in zip(params, recursive, drawn, strict=True):
                 if found is not None and target is not None:
                     sums = self.calibration_sums(p)
-                    sums.lerp_(torch.stack([target.sum(), found.sum()]).to(sums.dtype), 1 - CALIBRATION_DECAY)
+                    new = torch.stack([target.sum(), found.sum()]).to(sums.dtype)
+                    sums.copy_(torch.where(new.isfinite().all(), sums.lerp(new, 1 - CALIBRATION_DECAY), sums))
 
     def calibration_sums(self, p: Tensor) -> Tensor:
         """The averaged sums of a parameter's diagonal: the Monte-Carlo estimate's, and HesScaleGN's."""
@@ -149,7 +165,8 @@ class AdaHesScaleGN(BoundedOptimizer):
         if self.calibrate_every is None:
             return curvature
         target, found = self.calibration_sums(p).to(curvature.dtype).unbind()
-        return curvature * torch.where(found > 0, target / found, 1.0)
+        has_one_sign = target.sign() * found.sign() > 0  # both are negative for a loss that is to be maximized
+        return curvature * torch.where(has_one_sign, target / found, 1.0)
 
 
 CALIBRATION_DECAY = 0.9  # of the sums that a calibration averages, from one calibration to the next
@@ -290,9 +307,14 @@ class SophiaG(GGNMC):
         options = {"decoupled_weight_decay": True, "curvature_every": curvature_every, **options}
         super().__init__(params, lr, betas, eps, weight_decay, **options)
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if ignored := [name for name in NOT_OF_SOPHIA if param_group.get(name, self.defaults[name]) != self.defaults[name]]:
+            raise ValueError(f"a group of SophiaG takes no option {', '.join(ignored)}")
+        super().add_param_group(param_group)
+
     def prepare(self, curvature: Tensor, p: Tensor) -> Tensor:
-        """√S, so that the average of its squares is an average of S. The estimate S is a sum of squares, never negative."""
-        return curvature.sqrt()
+        """√|S|, so that the average of squares is one of |S|. S is a sum of squares, negative for a loss to be maximized."""
+        return curvature.abs().sqrt()
 
     def quotient(self, batch: Batch) -> Quotient:
         """An entry is clipped at ±1 by a denominator of at least |M|."""
@@ -303,3 +325,4 @@ class SophiaG(GGNMC):
 
 
 SOPHIA_OPTIONS = {"num_samples", "generator", "curvature_dtype", "on_nonfinite", "maximize", "foreach"}
+NOT_OF_SOPHIA = (*NEUTRAL, "trust_radius", "bias_correction", "curvature_warmup", "decoupled_weight_decay")

@@ -12,7 +12,7 @@ from torch import Tensor
 TRUST_REGIONS = ("optimizer", "group")
 OPTIMIZER_OPTIONS = (  # these apply to the whole optimizer
     *("trust_region", "curvature_every", "curvature_dtype", "on_nonfinite"),
-    *("num_samples", "generator", "per_sample", "spatial_average", "calibrate_every"),
+    *("num_samples", "generator", "per_sample", "spatial_average", "calibrate_every", "rho"),
 )
 
 
@@ -41,7 +41,8 @@ def check_bounds(group: dict[str, Any]) -> None:
     clip, graft = group["update_clip"], group["graft"]
     check_range("damping", group["damping"], 0 <= group["damping"] < math.inf)
     check_range("update_clip", clip, clip is None or clip > 0)
-    check_range("graft", graft, graft is None or (len(graft) == 2 and 0 <= graft[0] <= graft[1] and graft[1] > 0))
+    is_pair = isinstance(graft, (tuple, list)) and len(graft) == 2
+    check_range("graft", graft, graft is None or (is_pair and 0 <= graft[0] <= graft[1] and graft[1] > 0))
 
 
 def check_count(name: str, value: Any, *, minimum: int) -> None:

@@ -536,9 +536,14 @@ def test_optimizers_that_are_not_alike(other, saying):
         ensemble(models, loss_fn, optimizers)
 
 
-@pytest.mark.parametrize("options", [{"trust_radius": 0.1}, {"maximize": True}, {"bias_correction": False}], ids=str)
-def test_options_that_cannot_differ(options):
-    models, optimizers = pair(make=(ada, lambda p: ada(p, **options)))
+CANNOT_DIFFER = [{"trust_radius": 0.1}, {"maximize": True}, {"bias_correction": False}, {"graft": None}]
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("options", CANNOT_DIFFER, ids=str)
+def test_options_that_cannot_differ(options, is_first):
+    makers = (ada, lambda p: ada(p, **options))
+    models, optimizers = pair(make=makers[::-1] if is_first else makers)
     step = ensemble(models, loss_fn, optimizers, backend="traced")
     with pytest.raises(ValueError, match=f"member 1 has options.*{next(iter(options))}"):
         step(*data(1, 2)[0])

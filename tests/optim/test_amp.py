@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from training import assert_same, batches, make_model, train, weight
 
 import hesscale
-from hesscale.optim import AdaHesScale
+from hesscale.optim import AdaHesScale, SophiaG
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -96,3 +96,23 @@ def test_an_error_with_a_scaler_loses_nothing():
     with pytest.raises(hesscale.UnsupportedOperator):
         opt.backward(torch.linalg.matrix_exp(w * torch.eye(2)).sum(), scaler=scaler)
     assert torch.equal(w.hess_diag, before)
+
+
+@pytest.mark.parametrize("how", ["capture", "backward"])
+def test_sophia_averages_the_unscaled_curvature(how):
+    """It averages the diagonal itself and not its square, so a scale has to be taken out before."""
+    found = []
+    for scale in (1.0, 1024.0):
+        model = make_model()
+        optimizer = SophiaG(model.parameters(), generator=torch.Generator().manual_seed(0))
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        ((x, y),) = batches(1)
+        loss = scaler.scale(F.cross_entropy(model(x), y))
+        if how == "capture":
+            with hesscale.capture(optimizer):
+                loss.backward()
+        else:
+            optimizer.backward(loss)
+        scaler.step(optimizer)
+        found.append([optimizer.state[p]["exp_hess_sq"] for p in model.parameters()])
+    torch.testing.assert_close(found[0], found[1])

@@ -255,3 +255,35 @@ def test_the_paper_jumps_and_warns_once_while_the_default_learns():
             learning = losses_of(optimizer)
         assert max(learning) < 1.1 * learning[0]
         assert learning[-1] < 0.5 * learning[0]
+
+
+@pytest.mark.parametrize("options", [{"damping": 1.0, "graft": None}, {"damping": 0.0, "graft": (1.0, 1.0)}])
+def test_means_and_lengths_of_packed_bfloat16_parameters(options):
+    """A sum of thousands of numbers has to be taken in single precision, packed or not."""
+    found = []
+    for is_packed in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(100, 200), nn.Tanh(), nn.Linear(200, 3)).bfloat16()
+        before = model[0].weight.detach().float()
+        optimizer = AdaHesScale(model.parameters(), lr=0.1, **options)
+        if not is_packed:
+            optimizer.unpack()
+        x, y = torch.randn(6, 100).bfloat16(), torch.tensor([0, 1, 2, 0, 1, 2])
+        for _ in range(2):
+            optimizer.zero_grad()
+            optimizer.backward(F.cross_entropy(model(x).float(), y))
+            optimizer.step()
+        assert optimizer.is_packed == is_packed
+        found.append(float((model[0].weight.detach().float() - before).norm()))
+    assert found[0] == pytest.approx(found[1], rel=0.02)
+
+
+def test_squared_gradients_that_missed_steps_are_not_used_again():
+    model = make_model()
+    optimizer = AdaHesScale(model.parameters(), lr=0.01)
+    train(model, optimizer, 1)
+    optimizer.param_groups[0]["graft"] = None
+    train(model, optimizer, 2)
+    optimizer.param_groups[0]["graft"] = (1.0, 3.0)
+    with pytest.raises(RuntimeError, match="exp_avg_sq"):
+        train(model, optimizer, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -93,3 +94,58 @@ def test_calibrations_are_steps_with_curvature():
         AdaHesScaleGN(make_model().parameters(), calibrate_every=4, curvature_every=3)
     with pytest.raises(ValueError, match="calibrate_every=0 is out of range"):
         AdaHesScaleGN(make_model().parameters(), calibrate_every=0)
+
+
+@pytest.mark.parametrize("factor", [math.inf, math.nan])
+def test_a_step_that_is_not_finite_leaves_the_calibration_as_it_was(factor):
+    model = make_model()
+    optimizer = AdaHesScaleGN(model.parameters(), calibrate_every=1, on_nonfinite="skip")
+    train(model, optimizer, 1)
+    before = copy.deepcopy(optimizer.state_dict()["state"])
+    ((x, y),) = batches(1)
+    optimizer.zero_grad()
+    optimizer.backward(factor * F.cross_entropy(model(x), y))
+    optimizer.step()
+    assert optimizer.nonfinite_steps == 1
+    for key, state in optimizer.state_dict()["state"].items():
+        assert torch.equal(state["calibration_sums"], before[key]["calibration_sums"])
+
+
+def test_a_second_captured_optimizer_is_calibrated_too():
+    found = []
+    for is_second in (False, True):
+        model, other = make_model(), make_model()
+        optimizer = AdaHesScaleGN(model.parameters(), calibrate_every=1, generator=torch.Generator().manual_seed(0))
+        first = [hesscale.AdaHesScale(other.parameters())] if is_second else []
+        ((x, y),) = batches(1)
+        with hesscale.capture(*first, optimizer):
+            loss = F.cross_entropy(model(x), y)
+            (loss + F.cross_entropy(other(x), y) if is_second else loss).backward()
+        found.append([optimizer.state[p]["calibration_sums"] for p in model.parameters()])
+    for one, two in zip(*found, strict=True):
+        torch.testing.assert_close(one[1], two[1])  # of HesScaleGN, which is not drawn
+        assert float(two[0]) > 0
+
+
+def test_a_loss_without_the_optimizers_parameters():
+    optimizer = AdaHesScaleGN(make_model().parameters(), calibrate_every=1)
+    w = torch.ones(2, requires_grad=True)
+    optimizer.backward((w**2).sum())
+    assert w.grad.tolist() == [2, 2]
+
+
+def test_calibration_of_a_loss_that_is_maximized():
+    """Both diagonals are negative then, and their ratio is the same."""
+    found = []
+    for sign in (1, -1):
+        model = averaging_cnn()
+        options = {"calibrate_every": 1, "generator": torch.Generator().manual_seed(0), "maximize": sign < 0}
+        optimizer = AdaHesScaleGN.paper(model.parameters(), lr=0.01, **options)
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(3):
+            x, y = torch.randn(8, 1, 5, 5, dtype=torch.float64, generator=generator), torch.arange(8) % 3
+            optimizer.zero_grad()
+            optimizer.backward(sign * F.cross_entropy(model(x), y))
+            optimizer.step()
+        found.append([p.detach() for p in model.parameters()])
+    torch.testing.assert_close(found[0], found[1])

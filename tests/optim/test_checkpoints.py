@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from training import OURS, assert_same, batches, make_model, train, weight
 
-from hesscale.optim import GGNMC, AdaHesScale, AdaHessian, Adam
+from hesscale.optim import GGNMC, AdaHesScale, AdaHesScaleGN, AdaHessian, Adam
 
 
 @pytest.mark.parametrize("optimizer", OURS)
@@ -81,11 +81,31 @@ def test_counters_keep_counting_in_bfloat16():
     opt = AdaHesScale([w], lr=0.01)
     opt.backward((w**2).sum())
     opt.step()
-    opt.state[w]["curvature_step"].fill_(300)
+    opt.state[w]["curvature_step"].fill_(301)
     opt.load_state_dict(copy.deepcopy(opt.state_dict()))
     opt.backward((w**2).sum())
     opt.step()
-    assert float(opt.state[w]["curvature_step"]) == 301
+    assert float(opt.state[w]["curvature_step"]) == 302
+
+
+def test_calibration_is_not_rounded_when_it_is_loaded():
+    w = weight(dtype=torch.bfloat16)
+    opt = AdaHesScaleGN([w], calibrate_every=1)
+    opt.backward((w**2).sum())
+    opt.step()
+    opt.state[w]["calibration_sums"].copy_(torch.tensor([1.001, 1.003]))
+    other = AdaHesScaleGN([w], calibrate_every=1)
+    other.load_state_dict(opt.state_dict())
+    assert torch.equal(other.state[w]["calibration_sums"], torch.tensor([1.001, 1.003]))
+
+
+def test_an_optimizer_of_a_version_without_calibration():
+    model = make_model()
+    optimizer = AdaHesScaleGN(model.parameters())
+    del optimizer.calibrate_every, optimizer.generator
+    model, found = copy.deepcopy((model, optimizer))
+    train(model, found, 2)
+    assert found.calibrate_every is None
 
 
 def test_states_of_other_optimizers():
@@ -97,6 +117,11 @@ def test_states_of_other_optimizers():
     ours.load_state_dict(theirs.state_dict())
     ours.step()
     assert float(ours.state[w]["step"]) == 2
+    bounded = AdaHesScale([w])
+    bounded.load_state_dict(theirs.state_dict())
+    assert (bounded.param_groups[0]["graft"], bounded.param_groups[0]["lr"]) == ((1.0, 3.0), 0.5)
+    bounded.backward((w**2).sum())
+    bounded.step()
     curvature = AdaHesScale.paper([w])
     curvature.backward((w**2).sum())
     curvature.step()

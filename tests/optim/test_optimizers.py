@@ -169,3 +169,16 @@ def test_sophia_has_no_bounds_or_trust_region():
         SophiaG([weight()], trust_radius=1.0)
     with pytest.raises(ValueError, match="rho=0 is out of range"):
         SophiaG([weight()], rho=0)
+
+
+def test_sophia_maximizes():
+    found = []
+    for sign in (1, -1):
+        model = make_model()
+        optimizer = SophiaG(model.parameters(), lr=0.01, maximize=sign < 0, generator=torch.Generator().manual_seed(0))
+        for x, y in batches(3):
+            optimizer.zero_grad()
+            optimizer.backward(sign * F.cross_entropy(model(x), y))
+            optimizer.step()
+        found.append([p.detach() for p in model.parameters()])
+    torch.testing.assert_close(found[0], found[1])

@@ -30,6 +30,9 @@ from hesscale.optim import AdaHesScale, AdaHessian, Adam
         {"curvature_warmup": True},
         {"curvature_warmup": None},
         {"curvature_warmup": math.inf},
+        {"graft": True},
+        {"graft": 2.0},
+        {"graft": (3.0, 1.0)},
         {"trust_region": "layer"},
         {"on_nonfinite": "ignore"},
     ],
@@ -52,6 +55,13 @@ def test_options_of_the_whole_optimizer_are_no_groups(name):
         optimizer.add_param_group({"params": [second], name: None})
     assert len(optimizer.param_groups) == 1
     optimizer.add_param_group({"params": [second], "name": "mine"})
+
+
+@pytest.mark.parametrize("option", [{"rho": 0.1}, {"graft": (1.0, 3.0)}, {"damping": 0.1}, {"trust_radius": 1.0}])
+def test_groups_of_sophia_take_no_options_that_it_would_ignore(option):
+    (name,) = option
+    with pytest.raises(ValueError, match=name):
+        hesscale.optim.SophiaG([{"params": [nn.Parameter(torch.ones(2))], **option}])
 
 
 def test_bad_parameters_are_refused():
