@@ -37,7 +37,11 @@ CASES = (  # network, padding, precision
     ("cifar100-allcnnc", "deepobs", "bf16"),
     ("cifar100-allcnnc", "none", "float32"),
 )
-OPTIMIZERS = {optimizer.__name__: optimizer for optimizer in (hesscale.AdaHesScale, hesscale.AdaHesScaleGN, hesscale.AdaHessian)}
+OPTIMIZERS = {
+    "AdaHesScale": hesscale.AdaHesScale.paper,
+    "AdaHesScaleGN": hesscale.AdaHesScaleGN.paper,
+    "AdaHessian": hesscale.AdaHessian,
+}
 COUNTS = (1, 2, 3, 5, 10, 20)
 BETAS, EPS = (0.9, 0.999), 1e-8
 

@@ -493,7 +493,7 @@ def torchrun(script, *arguments):
 def test_other_peoples_loops_keep_the_processes_equal(name):
     for library in LOOPS[name]:
         pytest.importorskip(library)
-    assert f"{name}: 2 processes" in torchrun(Path(__file__).parent / "loops.py", name)
+    assert f"{name}: 2 processes" in torchrun(Path(__file__).parent / "ddp_loops.py", name)
 
 
 @pytest.mark.slow

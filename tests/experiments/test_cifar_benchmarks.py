@@ -51,7 +51,7 @@ def test_lengths_are_those_of_the_optimizer(optimizer, benchmark, monkeypatch):
     for count in benchmark.COUNTS:
         model = PROBLEMS["cifar100-3c3d"].network(100, 0)
         start = [p.detach().clone() for p in model.parameters()]
-        optimizes = optimizer(model.parameters(), lr=1.0, curvature_warmup=count - 1)
+        optimizes = optimizer.paper(model.parameters(), lr=1.0, curvature_warmup=count - 1)
         generator = torch.Generator().manual_seed(0)
         for _ in range(count):
             some = torch.randint(0, 8, (2,), generator=generator)

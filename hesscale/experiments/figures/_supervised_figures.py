@@ -19,7 +19,10 @@ from ..vision.problems import PROBLEMS
 OF_METHODS = ("optimizer", "step_size", "seed", "times", "trust_radius")  # settings that may differ within a section
 IN_TITLE = ("problem", "dataset", "epochs")
 SPLITS = ("test", "validation", "train")
-SPARE = ("#000000", "#57a773", "#d16ba5", "#a6761d", "#17becf", "#8c564b")  # colours of further variants of an optimizer
+SPARE = (  # colours of further variants of an optimizer
+    *("#000000", "#57a773", "#d16ba5", "#a6761d", "#17becf", "#8c564b", "#3949ab", "#9ccc65", "#ff7043", "#26a69a"),
+    *("#ab47bc", "#ffca28", "#78909c", "#d81b60", "#00897b", "#6d4c41"),
+)
 
 
 class Trained:

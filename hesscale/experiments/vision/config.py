@@ -54,7 +54,7 @@ def group_key(task: Task) -> Task:
 def optimizer_of(task: Task, model: nn.Module) -> torch.optim.Optimizer:
     spec = IMAGE_OPTIMIZERS[task.optimizer]
     options: dict[str, Any] = {}
-    if task.optimizer != "sgd":
+    if (spec.family or spec.name) != "sgd":
         options["eps"] = task.eps
     if spec.is_scaled:
         options["trust_radius"] = task.trust_radius
