@@ -1,7 +1,7 @@
 """Bounds on the update U = factor · M ⊘ D. They are not in the paper, and each of them only changes the denominator D.
 
     damping δ       D ← D + δ mean(D)                      damp
-    update_clip γ   D ← max(D, |M̂|/γ)                      clip_entries: no entry of M̂ ⊘ D exceeds γ
+    update_clip γ   D ← max(D, |M̂|/γ)                      clip_entries: no entry of M̂ ⊘ D exceeds γ, before graft
     graft (a, b)    D ← D r / clip(r, a, b)                match_adam: U is a to b times as long as Adam's update αA
 
 Means and lengths are those of one parameter tensor. A = M̂ ⊘ (√V̂ of the gradient + ε), and r = ‖M̂ ⊘ D‖ / ‖A‖.
@@ -58,6 +58,7 @@ def match_adam(batch: Batch, denominators: list[Tensor], adam: list[Tensor], ada
     torch._foreach_mul_(targets, materialize(adam_ratios))
     relative = list(torch._foreach_div(lengths, targets))
     excess = [torch.where(length > 0, r / r.clamp(low, high), 1.0) for length, r in zip(lengths, relative, strict=True)]
+    excess = [ratio.nan_to_num_(1.0, torch.inf) for ratio in excess]  # ∞/∞: a length that overflows, and no upper bound
     torch._foreach_mul_(denominators, for_entries(batch, excess))
 
 

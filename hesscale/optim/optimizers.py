@@ -164,6 +164,11 @@ class AdaHesScaleGN(BoundedOptimizer):
     def prepare(self, curvature: Tensor, p: Tensor) -> Tensor:
         if self.calibrate_every is None:
             return curvature
+        if "calibration_sums" not in self.state[p] and self.phase_at(self.param_groups[0]["step_count"])[1]:
+            raise RuntimeError(
+                "calibrate_every is set, but hess_diag was not calibrated for this step; call optimizer.backward(loss), or wrap "
+                "the loop in `with hesscale.capture(optimizer):`"
+            )
         target, found = self.calibration_sums(p).to(curvature.dtype).unbind()
         has_one_sign = target.sign() * found.sign() > 0  # both are negative for a loss that is to be maximized
         return curvature * torch.where(has_one_sign, target / found, 1.0)

@@ -117,6 +117,12 @@ def test_bounds_in_a_traced_step_and_in_an_ensemble(bounds):
         assert_same(model, written_out(make_model(), lr=lr, **BOUNDS[bounds]))
 
 
+def test_a_graft_may_have_no_upper_bound():
+    model, other = make_model(), make_model()
+    train(model, AdaHesScale(model.parameters(), lr=0.01, damping=0.0, graft=(0.0, float("inf"))))
+    assert_same(model, written_out(other))
+
+
 def test_groups_have_bounds_of_their_own():
     model = make_model()
     first, second = list(model.parameters())[:2], list(model.parameters())[2:]

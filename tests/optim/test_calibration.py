@@ -89,6 +89,15 @@ def test_calibration_in_a_compiled_step():
     assert step.mode == "traced", step.reason
 
 
+def test_a_diagonal_that_was_not_calibrated_is_refused():
+    model = make_model()
+    optimizer = AdaHesScaleGN(model.parameters(), calibrate_every=10)
+    x, y = next(batches(1))
+    hesscale.backward(F.cross_entropy(model(x), y), method="hesscale_gn")
+    with pytest.raises(RuntimeError, match=r"not calibrated for this step; call optimizer.backward"):
+        optimizer.step()
+
+
 def test_calibrations_are_steps_with_curvature():
     with pytest.raises(ValueError, match="multiple of curvature_every=3"):
         AdaHesScaleGN(make_model().parameters(), calibrate_every=4, curvature_every=3)
