@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +32,9 @@ _thread = threading.local()  # .outermost: the open block that averages, if ther
 Also = Callable[[], list[tuple[Tensor, Tensor]]]
 
 
-class averaged_with_gradients:
+def averaged_with_gradients(
+    leaves: Callable[[], Iterable[Tensor]], dtype: torch.dtype | None = None, also: Also | None = None
+) -> AbstractContextManager[None]:
     """A block around a backward pass: if DDP averages gradients in it, average the Hessian diagonals too.
 
     Blocks may be nested; the outermost one averages.
@@ -41,10 +44,16 @@ class averaged_with_gradients:
         dtype: send the diagonals in this dtype, if it is smaller than their own.
         also: returns pairs of a parameter and another tensor, to average if the parameter's diagonal is averaged.
     """
+    return AveragedPass(leaves, dtype, also) if is_distributed() else ONE_PROCESS
 
-    def __init__(
-        self, leaves: Callable[[], Iterable[Tensor]], dtype: torch.dtype | None = None, also: Also | None = None
-    ) -> None:
+
+ONE_PROCESS = nullcontext()  # one for all passes, since even making it takes time at every step
+
+
+class AveragedPass(AbstractContextManager[None]):
+    """A block of :func:`averaged_with_gradients` where there are several processes."""
+
+    def __init__(self, leaves: Callable[[], Iterable[Tensor]], dtype: torch.dtype | None, also: Also | None) -> None:
         self.leaves, self.dtype = leaves, dtype
         self.also = [] if also is None else [also]
         self.replicas: list[Replica] = []
@@ -52,9 +61,7 @@ class averaged_with_gradients:
         self.collectives: int | None = None  # of the default process group, if no DDP module takes part
 
     def __enter__(self) -> None:
-        if not is_distributed():
-            return
-        outermost: averaged_with_gradients | None = getattr(_thread, "outermost", None)
+        outermost: AveragedPass | None = getattr(_thread, "outermost", None)
         if outermost is not None:
             outermost.also += self.also
             return
