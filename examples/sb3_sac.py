@@ -21,12 +21,12 @@ def mean_return(model: SAC, episodes: int = 10) -> float:
     return float(evaluate_policy(model, model.get_env(), n_eval_episodes=episodes, warn=False)[0])
 
 
-def main(steps: int, seed: int) -> None:
+def main(steps: int, seed: int, step_size: float = 1e-3) -> None:
     torch.set_num_threads(1)
     model = SAC(
         "MlpPolicy",
         "Pendulum-v1",
-        learning_rate=1e-3,
+        learning_rate=step_size,
         learning_starts=min(500, steps // 2),
         policy_kwargs={
             "net_arch": [64, 64],
@@ -45,4 +45,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--step-size", type=float, default=1e-3)
     main(**vars(parser.parse_args()))
