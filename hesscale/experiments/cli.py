@@ -114,13 +114,20 @@ def report(
     page: Annotated[bool, typer.Option("--page/--no-page", help="write index.html, which includes a library of 4 MB")] = True,
     everything: Annotated[bool, typer.Option("--all", help="show all finished runs, not only those of the last command")] = False,
     beside: Annotated[Path | None, typer.Option(help="an earlier report, or its summary.json, to show beside this one")] = None,
+    again: Annotated[Path | None, typer.Option(help="make this report again, from the runs that it kept")] = None,
 ) -> None:
     """Write one page with the figures, tables, settings and commands of the last runs."""
     from .lab.report import report as write
+    from .lab.report import report_again
 
     try:
-        earlier = beside and beside.expanduser()
-        path = write(Store(where.expanduser()), names or [], out.expanduser(), page, everything, earlier)
+        if again is not None:
+            if names or everything or beside is not None:
+                raise ValueError("--again shows what that report showed; leave out experiments, --all and --beside")
+            path = report_again(again.expanduser(), out.expanduser(), page)
+        else:
+            earlier = beside and beside.expanduser()
+            path = write(Store(where.expanduser()), names or [], out.expanduser(), page, everything, earlier)
     except (ValueError, DamagedRun) as error:
         raise typer.BadParameter(str(error)) from None
     Console().print(f"wrote {path}", highlight=False, soft_wrap=True)

@@ -27,6 +27,7 @@ COLOURS = {
     "adamw": "#d98880",
     "muon": "#2e7d32",
     "sophia-g": "#4e342e",
+    "untrained": "#b0b0b0",
 }
 
 
@@ -176,11 +177,18 @@ OPTIMIZERS = Choices(
 )
 
 
+def untrained(params: Iterable[Any], lr: float, **options: Any) -> Adam:
+    """An optimizer that leaves the weights as they are, whatever the step size: the floor that scores are measured from."""
+    return Adam(params, lr=0.0, **options)
+
+
+UNTRAINED = "untrained"
 # Agents skip steps that are not finite, and may have a trust region, which only our Adam does.
 AGENT_OPTIMIZERS = Choices(
     [
         replace(OPTIMIZERS["our-adam"], name="adam", label="Adam"),
         *(OPTIMIZERS[name] for name in ("adahessian", "adahesscale", "adahesscale-gn", "scaled-adam", "scaled-adahesscale")),
+        OptimizerSpec(UNTRAINED, "untrained", untrained),
     ]
 )
 IMAGE_OPTIMIZERS = Choices(
@@ -202,18 +210,24 @@ def with_step_sizes(optimizers: str, step_sizes: str, known: Mapping[str, object
         if not name or (at and not own):
             raise ValueError(f"optimizer: {text.strip()!r} is not of the form name or name@step size")
         choose(name, known, "optimizer")
-        for size in [own] if own else step_sizes.split(","):
-            found[name, step_size(size)] = None
+        for size in [positive(own, "step_size")] if own else positives(step_sizes, "step_size"):
+            found[name, size] = None
     if not found:
         raise ValueError("no optimizer is asked for")
     return list(found)
 
 
-def step_size(text: str) -> float:
+def positives(text: str, setting: str) -> list[float]:
+    """The numbers in a comma-separated list, each once."""
+    return list(dict.fromkeys(positive(part, setting) for part in text.split(",")))
+
+
+def positive(text: str, setting: str) -> float:
+    what = setting.replace("_", " ")
     try:
-        size = float(text)
+        number = float(text)
     except ValueError:
-        raise ValueError(f"step_size: a step size is a number, not {text!r}; several are separated by commas") from None
-    if not 0 < size < math.inf:
-        raise ValueError(f"step_size: step sizes must be positive, not {text}")
-    return size
+        raise ValueError(f"{setting}: a {what} is a number, not {text!r}; several are separated by commas") from None
+    if not 0 < number < math.inf:
+        raise ValueError(f"{setting}: a {what} must be positive, not {text}")
+    return number

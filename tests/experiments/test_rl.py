@@ -784,3 +784,16 @@ class Everyone:
 
     def __next__(self):
         return float(next(self.draws))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_untrained_agents_keep_their_weights(count):
+    own = [
+        Config("a2c", "CartPole-v1", "untrained", step_size=1.0, seed=seed, steps=20, backend="eager") for seed in range(count)
+    ]
+    learning = A2C(own)
+    before = [p.detach().clone() for agent in learning.agents for p in agent.parameters()]
+    for _ in range(3):
+        learning.iterate()
+    after = [p for agent in learning.agents for p in agent.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))

@@ -13,11 +13,14 @@ pytest.importorskip("gymnasium")
 np = pytest.importorskip("numpy")
 
 from hesscale.experiments.figures import rl, robustness  # noqa: E402
-from hesscale.experiments.figures._normalised import aggregate, scores_of  # noqa: E402
+from hesscale.experiments.figures._normalised import Method, aggregate, aggregate_tuned, methods_of, scores_of  # noqa: E402
 from hesscale.experiments.lab.experiment import as_task  # noqa: E402
+from hesscale.experiments.lab.plots import Plot  # noqa: E402
+from hesscale.experiments.lab.report import Account, report_again, settings_of, write_report  # noqa: E402
+from hesscale.experiments.lab.run_files import read_runs  # noqa: E402
 from hesscale.experiments.lab.series_layout import check  # noqa: E402
 from hesscale.experiments.lab.statistics import bootstrap_interval, iqm  # noqa: E402
-from hesscale.experiments.lab.store import Result, Store  # noqa: E402
+from hesscale.experiments.lab.store import DamagedRun, Result, Store  # noqa: E402
 from hesscale.experiments.rl.config import Config  # noqa: E402
 
 EXPERIMENT = robustness.EXPERIMENT
@@ -38,6 +41,10 @@ def some(**task):
         result("scaled-adam", 1e-2, 0, 210.0, **task),
         result("scaled-adam", 1e-2, 1, 1000.0, diverged_at=50, **task),
     ]
+
+
+def of_env(env, results):
+    return scores_of(env, results, methods_of(results))
 
 
 # ----------------------------------------------------------------------------------------------------------------- statistics
@@ -95,49 +102,49 @@ def test_what_has_no_interval_is_refused(scores, options, message):
 
 
 def test_scores_are_normalised_by_averages_and_divergence_is_the_worst():
-    scores = scores_of("Ant-v5", some())
+    scores = of_env("Ant-v5", some())
     assert (scores.low, scores.high) == (100.0, 300.0)
     assert {cell: scores.of(cell) for cell in scores.returns} == {
-        ("adam", 1e-3): pytest.approx({0: -0.05, 1: 0.05}),
-        ("adam", 1e-2): pytest.approx({0: 0.5, 1: 1.5}),
-        ("scaled-adam", 1e-3): pytest.approx({0: 0.1, 1: 0.4}),
-        ("scaled-adam", 1e-2): pytest.approx({0: 0.55, 1: -0.05}),
+        (Method("adam"), 1e-3): pytest.approx({0: -0.05, 1: 0.05}),
+        (Method("adam"), 1e-2): pytest.approx({0: 0.5, 1: 1.5}),
+        (Method("scaled-adam"), 1e-3): pytest.approx({0: 0.1, 1: 0.4}),
+        (Method("scaled-adam"), 1e-2): pytest.approx({0: 0.55, 1: -0.05}),
     }
-    means = scores.means("scaled-adam")
+    means = scores.means(Method("scaled-adam"))
     assert list(means) == [1e-3, 1e-2]
     assert means[1e-2].mean == pytest.approx(0.25)
     assert means[1e-2].error == pytest.approx(0.3)
-    assert scores.diverged["scaled-adam", 1e-2] == 1
+    assert scores.diverged[Method("scaled-adam"), 1e-2] == 1
 
 
 def test_a_run_without_an_episode_is_the_worst_and_equal_returns_have_no_scores():
     found = [result("adam", 1e-3, 0, 2.0), result("adam", 1e-2, 0, None), result("adam", 1, 0, 1.0)]
-    assert scores_of("Ant-v5", found).of(("adam", 1e-2)) == {0: 0.0}
-    assert scores_of("Ant-v5", found[:1]) is None
-    assert scores_of("Ant-v5", found[1:2]) is None
+    assert of_env("Ant-v5", found).of((Method("adam"), 1e-2)) == {0: 0.0}
+    assert of_env("Ant-v5", found[:1]) is None
+    assert of_env("Ant-v5", found[1:2]) is None
 
 
 def test_the_aggregate_takes_seeds_that_all_environments_have():
     first, second = some(), some(env="Hopper-v5")
-    known = [scores_of("a", first), scores_of("b", second[1:])]
-    points = aggregate(known, "adam")
+    known = [of_env("a", first), of_env("b", second[1:])]
+    points = aggregate(known, Method("adam"))
     assert points[1e-3].interval is None  # one seed is left
-    matrix = [[scores.of(("adam", 1e-2))[seed] for scores in known] for seed in (0, 1)]
+    matrix = [[scores.of((Method("adam"), 1e-2))[seed] for scores in known] for seed in (0, 1)]
     assert points[1e-2].iqm == iqm(matrix)
     assert points[1e-2].interval == bootstrap_interval(matrix)
-    known = [scores_of("a", first), scores_of("b", second[2:])]
-    assert list(aggregate(known, "adam")) == [1e-2]
+    known = [of_env("a", first), of_env("b", second[2:])]
+    assert list(aggregate(known, Method("adam"))) == [1e-2]
 
 
 def test_a_section_has_a_plot_for_each_environment_and_one_for_all():
     results = [*some(), *some(env="hesscale/UR-Reacher-2D-v0"), *some(env="Humanoid-v5", steps=500), *some(algo="a2c")]
     ppo, a2c = robustness.sections(results)
-    sensitivity, overall, total, *plots = ppo.items
+    sensitivity, overall, total, _, *plots = ppo.items
     assert [plot.title for plot in plots] == ["PPO on Ant-v5", "PPO on hesscale/UR-Reacher-2D-v0", "PPO on Humanoid-v5"]
     for item in [*ppo.items, *a2c.items]:
         check(item)
     names = [item.name for item in [*ppo.items, *a2c.items]]
-    assert len(set(names)) == len(names) == 10
+    assert len(set(names)) == len(names) == 12
     assert "Ant-v5, hesscale/UR-Reacher-2D-v0: 100 steps; Humanoid-v5: 500 steps." in ppo.text
     assert "not all" not in ppo.text
     adam, scaled = plots[0].series
@@ -154,10 +161,61 @@ def test_a_section_has_a_plot_for_each_environment_and_one_for_all():
     assert overall.rows[1][5] == "3 of 12 (0.01: 3)"
 
 
+def untrained(found, **task):
+    return [result("untrained", 0.0, seed, found, **task) for seed in (0, 1)]
+
+
+def test_the_score_of_untrained_agents_is_zero():
+    """Averages are 100, 300, 150 and 150; untrained agents have 200."""
+    scores = of_env("Ant-v5", [*some(), *untrained(200.0)])
+    assert (scores.low, scores.high) == (200.0, 300.0)
+    assert scores.of((Method("adam"), 1e-3)) == pytest.approx({0: -1.1, 1: -0.9})
+    assert {method.optimizer for method, _ in scores.returns} == {"adam", "scaled-adam"}
+    assert of_env("Ant-v5", [*some(), *untrained(1000.0)]) is None  # nothing learned
+    (section,) = robustness.sections([*some(), *untrained(200.0), *some(env="Hopper-v5")])
+    assert "0 is the return of untrained agents" in section.text
+    assert "Without untrained agents, so that 0 is the lowest average: Hopper-v5." in section.text
+    assert "untrained" not in {series.label for item in section.items[-2:] for series in item.series}
+
+
+def test_trust_radii_are_compared_with_each_other_and_with_tuned_adam():
+    """Adam's best step sizes differ between the environments; untrained agents have a return of 0."""
+    adam = [result("adam", size, 0, found) for size, found in ((1e-3, 50.0), (1e-2, 100.0))]
+    adam += [result("adam", size, 0, found, env="Hopper-v5") for size, found in ((1e-3, 200.0), (1e-2, 20.0))]
+    scaled = [
+        result("scaled-adam", 1, 0, found, env=env, trust_radius=radius)
+        for radius, returns in ((1e-7, (90.0, 140.0)), (1e-6, (40.0, 150.0)))
+        for env, found in zip(("Ant-v5", "Hopper-v5"), returns, strict=True)
+    ]
+    floor = [result("untrained", 0.0, 0, 0.0, env=env) for env in ("Ant-v5", "Hopper-v5")]
+    found = [*adam, *scaled, *floor]
+    methods = methods_of(found)
+    known = [scores_of(env, [r for r in found if r.task.env == env], methods) for env in ("Ant-v5", "Hopper-v5")]
+    assert aggregate_tuned(known, Method("adam")).iqm == 1.0
+    assert aggregate_tuned(known[:1], Method("scaled-adam")) is None  # each has a radius
+    (section,) = robustness.sections(found)
+    (table,) = [item for item in section.items if item.name == "ppo-beside-adam"]
+    assert [row[:5] for row in table.rows] == [
+        ["Adam", "best of each environment", "1.00", "100", "–"],
+        ["Scaled Adam, Δ = 1e-07", "1", "0.80", "80", "70, Hopper-v5"],
+        ["Scaled Adam, Δ = 1e-06", "1", "0.57", "57", "40, Ant-v5"],
+    ]
+    (plot,) = [item for item in section.items if item.name == "ppo-by-radius"]
+    scaled, best = plot.series
+    assert (scaled.label, scaled.x, scaled.y) == ("Scaled Adam, α = 1", [1e-7, 1e-6], pytest.approx([0.8, 0.575]))
+    assert (best.y, best.dashed) == ([1.0, 1.0], True)
+    assert "Δ = 1e-07, 1e-06 for scaled optimizers" in section.text
+    for item in section.items:
+        check(item)
+
+
 def test_a_section_says_what_is_missing():
     (found,) = robustness.sections([*some()[:-1], *[dataclasses.replace(r, task=t) for r, t in flat()]])
     assert "This is not all of it: 15 of 16 runs." in found.text
-    assert "Left out, because all averages are the same, or no episode ended: Hopper-v5." in found.text
+    assert (
+        "Left out, because no average is above that of untrained agents, all are the same, or no episode ended: Hopper-v5."
+        in found.text
+    )
     assert [item.title for item in found.items][-1] == "PPO on Ant-v5"
     (found,) = robustness.sections([result("adam", 1e-3, 0, None)])
     assert found.items == []
@@ -172,7 +230,7 @@ def flat():
 def test_an_environment_of_several_lengths_is_as_many():
     found, other = robustness.sections([*some(), *some(steps=2000), *some(eps=1e-8)])
     assert not {item.name for item in found.items} & {item.name for item in other.items}
-    assert [item.title for item in found.items[3:]] == ["PPO on Ant-v5, 100 steps", "PPO on Ant-v5, 2,000 steps"]
+    assert [item.title for item in found.items[4:]] == ["PPO on Ant-v5, 100 steps", "PPO on Ant-v5, 2,000 steps"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------- tasks
@@ -181,28 +239,38 @@ def test_an_environment_of_several_lengths_is_as_many():
 def test_the_paper_s_grid_gives_humanoids_more_steps():
     pytest.importorskip("mujoco")
     asked = EXPERIMENT.tasks(robustness.PRESETS["paper"])
-    assert len(asked) == 10 * 10 * 2 * 3 * 9
+    assert len(asked) == 10 * 10 * 2 * (3 * 9 + 1)
     assert {task.env for task in asked if task.steps == 10_000_000} == {"Humanoid-v5", "HumanoidStandup-v5"}
     assert {task.steps for task in asked} == {2_000_000, 10_000_000}
-    assert {task.optimizer for task in asked} == {"adam", "scaled-adam", "scaled-adahesscale"}
-    assert sorted({task.step_size for task in asked}) == [3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 1.0]
-    assert EXPERIMENT.work(robustness.PRESETS["paper"]) == "5400 agents, 19,440,000,000 steps of environments in all"
+    assert {task.optimizer for task in asked} == {"adam", "scaled-adam", "scaled-adahesscale", "untrained"}
+    assert sorted({task.step_size for task in asked}) == [0.0, 3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 1.0]
+    assert EXPERIMENT.work(robustness.PRESETS["paper"]) == "5600 agents, 20,160,000,000 steps of environments in all"
     same = EXPERIMENT.tasks(robustness.Settings(env="Humanoid-v5", steps=50))
     assert {task.steps for task in same} == {50}
 
 
 def test_all_optimizers_are_compared_whatever_the_trust_radius():
     """Scores are normalised over all that a section has."""
-    asked = EXPERIMENT.tasks(robustness.Settings(trust_radius=1e-6, step_size="1e-4,1e-3", seeds=1))
+    asked = EXPERIMENT.tasks(robustness.Settings(trust_radius="1e-6", step_size="1e-4,1e-3", seeds=1))
     values = {"mean_return": 1.0, "mean_return_of_episodes": 1.0, "diverged_at": None, "steps_per_second": 1.0}
-    results = [Result(task, {**values, "mean_return": float(k)}, {}, {}) for k, task in enumerate(asked)]
+    results = [Result(task, {**values, "mean_return": -float(k)}, {}, {}) for k, task in enumerate(asked)]
     (section,) = robustness.sections(results)
     assert {row[1] for row in section.items[0].rows} == {"Adam", "Scaled Adam", "Scaled AdaHesScale"}
 
 
 def test_tasks_are_those_of_rl():
     shared = {"algo": "a2c", "optimizer": "adam", "step_size": "1e-3,1", "steps": 10, "eps": 1e-8, "half_value_loss": True}
-    assert EXPERIMENT.tasks(robustness.Settings(**shared)) == rl.tasks(rl.Settings(**shared))
+    asked = EXPERIMENT.tasks(robustness.Settings(**shared))
+    assert [task for task in asked if task.optimizer != "untrained"] == rl.tasks(rl.Settings(**shared))
+
+
+def test_every_radius_is_one_of_scaled_optimizers_alone():
+    asked = rl.tasks(rl.Settings(optimizer="adam,scaled-adam", seeds=1, trust_radius="1e-7,1e-6,1e-7"))
+    assert [(task.optimizer, task.trust_radius) for task in asked] == [
+        ("adam", Config.trust_radius),
+        ("scaled-adam", 1e-7),
+        ("scaled-adam", 1e-6),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -210,6 +278,8 @@ def test_tasks_are_those_of_rl():
     [
         ({"humanoid_steps": -1}, "humanoid_steps=-1 is negative"),
         ({"step_size": "1e-3;1"}, "a step size is a number, not '1e-3;1'"),
+        ({"trust_radius": "1e-7,-1"}, "trust_radius: a trust radius must be positive, not -1"),
+        ({"steps": 0}, "steps=0 must be positive"),
         ({"optimizer": "sgd"}, "no optimizer is called 'sgd'"),
         ({"env": "cartpole-v1"}, "close to it: CartPole-v1"),
     ],
@@ -225,4 +295,49 @@ def test_the_smoke_preset_runs(tmp_path):
     for task in asked:
         EXPERIMENT.do(store, task, None)
     (found,) = robustness.sections(EXPERIMENT.results(store, asked))
-    assert [len(item.series) for item in found.items[2:]] == [2, 2]
+    assert [len(item.series) for item in found.items if isinstance(item, Plot)] == [2, 2]
+
+
+# ------------------------------------------------------------------------------------------------------------ runs that are kept
+
+
+def kept_report(folder):
+    """A report of one environment whose curves have a value that is not finite."""
+    results = [*some(), *untrained(50.0)]
+    for k, found in enumerate(results):
+        found.metrics["charts/episodic_return"] = [(10, 1.5 + k), (20, float("nan")), (30, 1 / 3)]
+        found.metrics["losses/value_loss"] = [(10, 1.0)]
+    account = Account("robustness", "title", "hesscale robustness --some", robustness.sections(results), len(results))
+    account.results, account.curves, account.statuses["finished"] = results, EXPERIMENT.curves, len(results)
+    account.settings = settings_of([dataclasses.asdict(found.task) for found in results])
+    account.commits, account.started, account.finished = ["abc"], "2026-01-01", "2026-01-02"
+    write_report([account], folder, page=False)
+    return results
+
+
+def test_a_report_can_be_made_again_from_the_runs_that_it_kept(tmp_path):
+    results = kept_report(tmp_path / "first")
+    again = read_runs(tmp_path / "first" / "robustness-runs.json.gz", Config)
+    assert [(r.task, r.values) for r in again] == [(r.task, r.values) for r in results]
+    assert again[2].metrics["charts/episodic_return"] == [(10, 3.5), (20, pytest.approx(np.nan, nan_ok=True)), (30, 0.333333)]
+    assert set(again[2].metrics) == {"charts/episodic_return"}
+    report_again(tmp_path / "first", tmp_path / "second", page=False)
+    names = {path.relative_to(tmp_path / "first") for path in (tmp_path / "first").rglob("*") if path.is_file()}
+    assert names == {path.relative_to(tmp_path / "second") for path in (tmp_path / "second").rglob("*") if path.is_file()}
+    for name in ("summary.json", "robustness-runs.json.gz"):
+        assert (tmp_path / "first" / name).read_bytes() == (tmp_path / "second" / name).read_bytes()
+
+
+def test_kept_runs_that_are_damaged_or_of_another_version_are_refused(tmp_path):
+    kept_report(tmp_path)
+    file = tmp_path / "robustness-runs.json.gz"
+    with pytest.raises(DamagedRun, match="cannot be read as runs of this version"):
+        read_runs(file, robustness.Settings)  # other settings
+    packed = bytearray(file.read_bytes())
+    packed[len(packed) // 2] ^= 1
+    file.write_bytes(packed)
+    with pytest.raises(DamagedRun, match="cannot be read"):
+        read_runs(file, Config)
+    file.unlink()
+    with pytest.raises(ValueError, match="keeps no runs"):
+        report_again(tmp_path, tmp_path / "second")

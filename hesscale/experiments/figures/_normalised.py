@@ -3,21 +3,59 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..lab.statistics import Summary, bootstrap_interval, iqm, summary
 from ..lab.store import Result
+from ..optimizers import AGENT_OPTIMIZERS, UNTRAINED
+from ..rl.config import Config
 
 RESAMPLES = 2000
-Cell = tuple[str, float]  # an optimizer and a step size
 
-DEFINITION = (
+RETURNS = (
     "The return of a run is its mean undiscounted return: that of the episode that a step belongs to, over all steps. A seed "
-    "that diverged, or finished no episode, counts as the worst of all runs in its environment. Scores are returns normalised "
-    "for each environment, to 0 for the lowest and 1 for the highest of all optimizers' and step sizes' averages over seeds, as "
-    "in the paper: averages span [0, 1], and single runs may lie outside."
+    "that diverged, or finished no episode, counts as the worst of all runs in its environment."
 )
+FROM_UNTRAINED = (
+    "Scores are returns normalised for each environment: 0 is the return of untrained agents, and 1 the highest of all "
+    "optimizers' and step sizes' averages over seeds. A score below 0 is worse than not learning."
+)
+FROM_LOWEST = (
+    "Scores are returns normalised for each environment, to 0 for the lowest and 1 for the highest of all optimizers' and step "
+    "sizes' averages over seeds, as in the paper: averages span [0, 1], and single runs may lie outside."
+)
+
+
+class Method(NamedTuple):
+    """An optimizer, with its trust radius where several are compared."""
+
+    optimizer: str
+    trust_radius: float | None = None
+
+    @property
+    def label(self) -> str:
+        radius = "" if self.trust_radius is None else f", Δ = {self.trust_radius:g}"
+        return AGENT_OPTIMIZERS[self.optimizer].label + radius
+
+
+Cell = tuple[Method, float]  # a method and a step size
+
+
+def methods_of(results: Iterable[Result]) -> dict[Config, Method]:
+    """The method of each task. Trust radii are part of it only if scaled optimizers have several."""
+    tasks = [result.task for result in results]
+    is_scaled = {name: spec.is_scaled for name, spec in AGENT_OPTIMIZERS.items()}
+    several = len({task.trust_radius for task in tasks if is_scaled[task.optimizer]}) > 1
+    return {task: Method(task.optimizer, task.trust_radius if several and is_scaled[task.optimizer] else None) for task in tasks}
+
+
+def in_order(methods: Iterable[Method]) -> list[Method]:
+    """Methods in the order of the registry, then by radius, each once and without untrained agents."""
+    order = list(AGENT_OPTIMIZERS)
+    known = {method for method in methods if method.optimizer != UNTRAINED}
+    return sorted(known, key=lambda method: (order.index(method.optimizer), method.trust_radius or 0))
 
 
 @dataclass
@@ -25,9 +63,9 @@ class Scores:
     """The scores of all runs in one environment.
 
     Attributes:
-        returns: mean returns by optimizer and step size, then by seed; a run that diverged has the worst of all returns.
+        returns: mean returns by method and step size, then by seed; a run that diverged has the worst of all returns.
         low, high: returns whose scores are 0 and 1.
-        diverged: how many runs diverged, by optimizer and step size.
+        diverged: how many runs diverged, by method and step size.
     """
 
     env: str
@@ -40,30 +78,36 @@ class Scores:
         """The scores of a cell, by seed."""
         return {seed: (found - self.low) / (self.high - self.low) for seed, found in self.returns.get(cell, {}).items()}
 
-    def means(self, optimizer: str) -> dict[float, Summary]:
-        """Mean scores of an optimizer over seeds, by step size."""
+    def means(self, method: Method) -> dict[float, Summary]:
+        """Mean scores of a method over seeds, by step size."""
         found, scale = {}, self.high - self.low
-        for (name, size), seeds in self.returns.items():
-            if name == optimizer:
+        for (other, size), seeds in self.returns.items():
+            if other == method:
                 mean, error = summary([*seeds.values()])
                 found[size] = Summary((mean - self.low) / scale, None if error is None else error / scale)
         return found
 
 
-def scores_of(env: str, results: list[Result]) -> Scores | None:
-    """The scores in an environment; None if all mean returns are the same or there are none."""
+def scores_of(env: str, results: list[Result], methods: dict[Config, Method]) -> Scores | None:
+    """The scores in an environment, from 0 for untrained agents, or for the lowest average if there are none.
+
+    None if nothing is higher than that.
+    """
     known = [r.values["mean_return"] for r in results if r.values["mean_return"] is not None]
     if not known:
         return None
     returns: dict[Cell, dict[int, float]] = {}
     diverged: Counter[Cell] = Counter()
     for result in sorted(results, key=lambda r: (r.task.step_size, r.task.seed)):
-        cell = result.task.optimizer, result.task.step_size
+        cell = methods[result.task], result.task.step_size
         has_diverged, found = result.values["diverged_at"] is not None, result.values["mean_return"]
         returns.setdefault(cell, {})[result.task.seed] = min(known) if has_diverged or found is None else found
         diverged[cell] += has_diverged
-    means = [summary([*seeds.values()]).mean for seeds in returns.values()]
-    return Scores(env, returns, min(means), max(means), diverged) if min(means) < max(means) else None
+    means = {cell: summary([*seeds.values()]).mean for cell, seeds in returns.items()}
+    floors = [mean for (method, _), mean in means.items() if method.optimizer == UNTRAINED]
+    low, high = floors[0] if floors else min(means.values()), max(means.values())
+    trained = {cell: seeds for cell, seeds in returns.items() if cell[0].optimizer != UNTRAINED}
+    return Scores(env, trained, low, high, diverged) if low < high else None
 
 
 class Estimate(NamedTuple):
@@ -76,13 +120,29 @@ class Estimate(NamedTuple):
         return f"{self.iqm:.2f}" if self.interval is None else f"{self.iqm:.2f} [{self.interval[0]:.2f}, {self.interval[1]:.2f}]"
 
 
-def aggregate(known: list[Scores], optimizer: str) -> dict[float, Estimate]:
+def aggregate(known: list[Scores], method: Method) -> dict[float, Estimate]:
     """Interquartile means over all environments, by step size, from the seeds that every environment has."""
-    points = {}
-    for size in sorted({size for scores in known for name, size in scores.returns if name == optimizer}):
-        columns = [scores.of((optimizer, size)) for scores in known]
-        if seeds := sorted(set.intersection(*[set(column) for column in columns])):
-            matrix = [[column[seed] for column in columns] for seed in seeds]  # (runs, environments)
-            interval = bootstrap_interval(matrix, iqm, resamples=RESAMPLES) if len(seeds) > 1 else None
-            points[size] = Estimate(float(iqm(matrix)), interval)
-    return points
+    sizes = sorted({size for scores in known for other, size in scores.returns if other == method})
+    found = {size: estimate([scores.of((method, size)) for scores in known]) for size in sizes}
+    return {size: at for size, at in found.items() if at is not None}
+
+
+def tuned(known: list[Scores], method: Method) -> dict[str, float]:
+    """The step size with the highest mean score, for each environment that the method was tried in."""
+    means = {scores.env: scores.means(method) for scores in known}
+    return {env: max(found, key=lambda size: found[size].mean) for env, found in means.items() if found}
+
+
+def aggregate_tuned(known: list[Scores], method: Method) -> Estimate | None:
+    """The interquartile mean over all environments, at the best step size of each; None if one of them is missing."""
+    sizes = tuned(known, method)
+    return estimate([scores.of((method, sizes[scores.env])) for scores in known]) if len(sizes) == len(known) else None
+
+
+def estimate(columns: list[dict[int, float]]) -> Estimate | None:
+    """The interquartile mean of scores, one column by seed for each environment; None if they share no seed."""
+    seeds = sorted(set.intersection(*[set(column) for column in columns])) if columns else []
+    if not seeds:
+        return None
+    matrix = [[column[seed] for column in columns] for seed in seeds]  # (runs, environments)
+    return Estimate(float(iqm(matrix)), bootstrap_interval(matrix, iqm, resamples=RESAMPLES) if len(seeds) > 1 else None)

@@ -12,7 +12,7 @@ from ..lab.statistics import Summary, summary
 from ..lab.store import Result
 from ..optimizers import AGENT_OPTIMIZERS
 from ..rl.config import Config
-from ._normalised import DEFINITION, aggregate, scores_of
+from ._normalised import FROM_LOWEST, RETURNS, Cell, Method, aggregate, in_order, methods_of, scores_of
 
 
 def sections(results: list[Result]) -> list[Section]:
@@ -21,8 +21,11 @@ def sections(results: list[Result]) -> list[Section]:
 
 
 def by_way(results: list[Result]) -> Iterator[tuple[list[Result], str]]:
-    """Groups of results that differ only in environment, optimizer, step size, seed and length, with a suffix for their files."""
-    apart = ("env", "optimizer", "step_size", "seed", "steps")
+    """Groups of results with a suffix for their files.
+
+    Within a group, only environment, optimizer, trust radius, step size, seed and length differ.
+    """
+    apart = ("env", "optimizer", "trust_radius", "step_size", "seed", "steps")
     groups: dict[tuple[Any, ...], list[Result]] = {}
     for result in results:
         groups.setdefault(tuple((k, v) for k, v in asdict(result.task).items() if k not in apart), []).append(result)
@@ -37,14 +40,20 @@ def section(results: list[Result], end: str) -> Section:
     task = results[0].task
     networks = "a network each for mean, variance (or logits) and value" if task.protocol == "paper" else "CleanRL's protocol"
     text = (
-        f"{task.algo.upper()} with {networks}; {conditions(task)}. {lengths(results)}. Returns are undiscounted. A seed that "
+        f"{task.algo.upper()} with {networks}; {conditions(results)}. {lengths(results)}. Returns are undiscounted. A seed that "
         "diverged counts as the worst of all runs in its environment."
     )
-    groups: dict[str, dict[tuple[str, float], list[Result]]] = {}
+    groups: dict[str, dict[Cell, list[Result]]] = {}
+    methods = methods_of(results)
     order = {name: k for k, name in enumerate(AGENT_OPTIMIZERS)}
+
+    def place(result: Result) -> tuple[float, ...]:
+        task, method = result.task, methods[result.task]
+        return order[task.optimizer], method.trust_radius or 0, task.step_size, task.seed
+
     for env, found in sorted(by_environment(results).items()):
-        for result in sorted(found, key=lambda r: (order[r.task.optimizer], r.task.step_size, r.task.seed)):
-            groups.setdefault(env, {}).setdefault((result.task.optimizer, result.task.step_size), []).append(result)
+        for result in sorted(found, key=place):
+            groups.setdefault(env, {}).setdefault((methods[result.task], result.task.step_size), []).append(result)
     rows: list[Sequence[str]] = []
     plots = []
     for env, cells in groups.items():
@@ -69,11 +78,12 @@ def overall(results: list[Result], end: str) -> list[Table]:
     by_env = by_environment(results)
     if len(by_env) > len({result.task.env for result in results}):  # an environment has runs of several lengths
         return []
-    found = [scores_of(env, runs) for env, runs in sorted(by_env.items())]
+    methods = methods_of(results)
+    found = [scores_of(env, runs, methods) for env, runs in sorted(by_env.items())]
     known = [scores for scores in found if scores is not None]
-    estimates = {name: aggregate(known, name) for name in AGENT_OPTIMIZERS}
+    estimates = {method: aggregate(known, method) for method in in_order(methods.values())}
     rows: list[Sequence[str]] = [
-        [AGENT_OPTIMIZERS[name].label, f"{size:g}", at.text()] for name, sizes in estimates.items() for size, at in sizes.items()
+        [method.label, f"{size:g}", at.text()] for method, sizes in estimates.items() for size, at in sizes.items()
     ]
     if len(known) < 2 or not rows:
         return []
@@ -81,7 +91,7 @@ def overall(results: list[Result], end: str) -> list[Table]:
     title = f"{algo.upper()}: {len(known)} environments together"
     caption = (
         "Interquartile means of scores over environments and the seeds that all of them have, with 95 % intervals of a "
-        f"stratified bootstrap; of step sizes that all environments have. {DEFINITION}"
+        f"stratified bootstrap; of step sizes that all environments have. {RETURNS} {FROM_LOWEST}"
     )
     return [Table(f"overall-{algo}{end}", title, ["optimizer", "step size", "IQM"], rows, caption)]
 
@@ -96,10 +106,13 @@ def by_environment(results: list[Result]) -> dict[str, list[Result]]:
     return groups
 
 
-def conditions(task: Config) -> str:
+def conditions(results: Sequence[Result]) -> str:
     """How agents are trained, as part of a sentence."""
+    task: Config = results[0].task
+    radii = sorted({r.task.trust_radius for r in results if AGENT_OPTIMIZERS[r.task.optimizer].is_scaled})
+    trust = f"Δ = {', '.join(f'{radius:g}' for radius in radii)} for scaled optimizers, " if radii else ""
     return (
-        f"ε = {task.eps:g}, Δ = {task.trust_radius:g} for scaled optimizers, {'½ ' if task.half_value_loss else ''}(v − R)² for "
+        f"ε = {task.eps:g}, {trust}{'½ ' if task.half_value_loss else ''}(v − R)² for "
         f"the critic, observations and rewards {'normalised' if task.normalize else 'as they are'}, episodes that are cut off "
         f"{'worth what their last state is' if task.truncation == 'bootstrap' else 'taken for terminated ones'}"
     )
@@ -118,14 +131,14 @@ def score_of(found: list[Result], worst: float) -> Summary:
     return summary([worst if value is None else value for value in values])
 
 
-def row(env: str, optimizer: str, size: float, found: list[Result], score: Summary | None) -> list[str]:
+def row(env: str, method: Method, size: float, found: list[Result], score: Summary | None) -> list[str]:
     alive = [r for r in found if r.values["diverged_at"] is None]
     ends = [[v for step, v in curve(r) if step > 0.9 * r.task.steps] for r in alive]
     last = [sum(values) / len(values) for values in ends if values]
     paces = [r.values["steps_per_second"] for r in found if r.values["steps_per_second"] is not None]
     return [
         env,
-        AGENT_OPTIMIZERS[optimizer].label,
+        method.label,
         f"{size:g}",
         score.text(".1f") if score else "–",
         summary(last).text(".1f") if last else "–",
@@ -138,18 +151,18 @@ def curve(result: Result) -> list[tuple[int, float]]:
     return list(result.metrics.get("charts/episodic_return", []))
 
 
-def plot(env: str, cells: dict[tuple[str, float], list[Result]], scores: dict[tuple[str, float], Summary], name: str) -> Plot:
+def plot(env: str, cells: dict[Cell, list[Result]], scores: dict[Cell, Summary], name: str) -> Plot:
     """Return against steps, for each optimizer at the step size with the best score."""
-    best: dict[str, tuple[str, float]] = {}
+    best: dict[Method, Cell] = {}
     for cell in scores:
         if cell[0] not in best or scores[cell].mean > scores[best[cell[0]]].mean:
             best[cell[0]] = cell
     everything = [value for found in cells.values() for result in found for _, value in curve(result)]
     series = []
-    for optimizer, cell in best.items():
+    for method, cell in best.items():
         points = averaged(cells[cell], min(everything, default=0.0))
         low, high = ([at.mean + sign * (at.error or 0) for at in points.values()] for sign in (-1, 1))
-        label = f"{AGENT_OPTIMIZERS[optimizer].label}, α = {cell[1]:g}"
+        label = f"{method.label}, α = {cell[1]:g}"
         series.append(Series(label, list(points), [at.mean for at in points.values()], low, high))
     caption = "Episodes since the last point; mean and standard error over seeds, each optimizer at its best step size."
     return Plot(name, f"Return on {env}", series, "steps", "return", caption=caption)

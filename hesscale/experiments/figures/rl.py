@@ -17,7 +17,7 @@ from ...errors import NonFiniteError
 from ..lab.choices import choose, named
 from ..lab.experiment import Experiment, option
 from ..lab.store import Pause, Run
-from ..optimizers import AGENT_OPTIMIZERS, HELP, with_step_sizes
+from ..optimizers import AGENT_OPTIMIZERS, HELP, positives, with_step_sizes
 from ..rl.config import OWN, POLICIES, PROTOCOLS, TRUNCATIONS, Config
 from ._rl_figures import sections
 
@@ -47,7 +47,7 @@ class Settings:
     )
     normalize: bool = option(True, "normalize observations and rewards")
     eps: float = option(1e-5, "ε of the optimizers; the paper's text has 1e-8, the authors' code 1e-5")
-    trust_radius: float = option(1e-8, "Δ of the scaled optimizers, for each network")
+    trust_radius: str = option("1e-8", "Δ of the scaled optimizers, for each network; several are separated by commas")
     half_value_loss: bool = option(False, "train the critic with ½ (v − R)², whose curvature is 1, in place of (v − R)²")
     truncation: str = option(
         "bootstrap", "how a truncated episode ends: bootstrap with the value of its last state, or terminate as if it were over"
@@ -87,8 +87,10 @@ def tasks(settings: Settings) -> list[Config]:
     for name, known in CHOICES.items():
         if getattr(settings, name) not in known:
             raise ValueError(f"{name}={getattr(settings, name)!r} is not one of {', '.join(known)}")
-    if min(settings.seeds, settings.steps) < 1 or not 0 < settings.trust_radius < math.inf:
-        raise ValueError("seeds, steps and trust_radius must be positive")
+    for name in ("seeds", "steps"):
+        if getattr(settings, name) < 1:
+            raise ValueError(f"{name}={getattr(settings, name)} must be positive")
+    radii = positives(settings.trust_radius, "trust_radius")
     if settings.humanoid_steps < 0:
         raise ValueError(f"humanoid_steps={settings.humanoid_steps} is negative")
     if settings.protocol == "cleanrl" and settings.half_value_loss:
@@ -96,14 +98,21 @@ def tasks(settings: Settings) -> list[Config]:
     if not 0 <= settings.eps < math.inf:
         raise ValueError(f"eps={settings.eps} is out of range")
     steps = {name: (name.startswith("Humanoid") and settings.humanoid_steps) or settings.steps for name in environments}
-    same = ("policy", "protocol", "normalize", "half_value_loss", "truncation", "eps", "trust_radius", "backend")
+    same = ("policy", "protocol", "normalize", "half_value_loss", "truncation", "eps", "backend")
     shared = {name: getattr(settings, name) for name in same}
-    cells = itertools.product(range(settings.seeds), environments, algos, pairs)
-    return [Config(algo, env, kind, size, seed, steps[env], **shared) for seed, env, algo, (kind, size) in cells]
+    cells = itertools.product(range(settings.seeds), environments, algos, pairs, radii)
+    found: dict[Config, None] = {}
+    for seed, env, algo, (name, size), radius in cells:
+        config = Config(algo, env, name, size, seed, steps[env], **shared)
+        found[dataclasses.replace(config, trust_radius=radius) if AGENT_OPTIMIZERS[name].is_scaled else config] = None
+    return list(found)
 
 
 def work(settings: Settings) -> str:
-    asked = tasks(settings)
+    return work_of(tasks(settings))
+
+
+def work_of(asked: Sequence[Config]) -> str:
     return f"{len(asked)} agents, {sum(task.steps for task in asked):,} steps of environments in all"
 
 
@@ -284,4 +293,5 @@ EXPERIMENT = Experiment(
     run_together=run_together,
     kind=kind,
     after=film,
+    curves=("charts/episodic_return",),
 )

@@ -16,6 +16,7 @@ from ..lab.store import Result
 from ..optimizers import AGENT_OPTIMIZERS
 from ..rl.config import Config
 from . import rl
+from ._normalised import Method, in_order, methods_of
 from ._rl_figures import averaged, conditions, curve
 
 ENV = "hesscale/UR-Reacher-2D-v0"
@@ -31,7 +32,7 @@ class Settings:
     seeds: int = option(5, "runs of each optimizer")
     steps: int = option(250_000, "steps in the environment, 40 ms each, rounded up to whole rollouts")
     eps: float = option(1e-5, "ε of the optimizers; the paper's text has 1e-8, the authors' code 1e-5")
-    trust_radius: float = option(1e-8, "Δ of the scaled optimizers, for each network")
+    trust_radius: str = option("1e-8", "Δ of the scaled optimizers, for each network")
     half_value_loss: bool = option(False, "train the critic with ½ (v − R)², whose curvature is 1, in place of (v − R)²")
     truncation: str = option(
         "bootstrap", "how a truncated episode ends: bootstrap with the value of its last state, or terminate as if it were over"
@@ -106,7 +107,7 @@ def sections(results: list[Result]) -> list[Section]:
     """A section for each way to train."""
     groups: dict[tuple[Any, ...], list[Result]] = {}
     for result in results:
-        same = {name: value for name, value in asdict(result.task).items() if name not in ("optimizer", "seed")}
+        same = {name: value for name, value in asdict(result.task).items() if name not in ("optimizer", "trust_radius", "seed")}
         groups.setdefault(tuple(same.items()), []).append(result)
     return [section(found, f"-{k}" if k > 1 else "") for k, found in enumerate(groups.values(), start=1)]
 
@@ -115,10 +116,11 @@ def section(results: list[Result], end: str) -> Section:
     """A section; ``end`` is a suffix that keeps the files of several sections apart."""
     task = results[0].task
     ordered = sorted(results, key=lambda result: result.task.seed)
-    runs = {name: [result for result in ordered if result.task.optimizer == name] for name in AGENT_OPTIMIZERS}
-    runs = {name: found for name, found in runs.items() if found}
+    methods = methods_of(results)
+    kinds = in_order(methods.values())
+    runs = {kind: [result for result in ordered if methods[result.task] == kind] for kind in kinds}
     text = (
-        f"PPO on {task.env} for {task.steps:,} steps, α = {task.step_size:g}, {conditions(task)}. Returns are undiscounted; "
+        f"PPO on {task.env} for {task.steps:,} steps, α = {task.step_size:g}, {conditions(results)}. Returns are undiscounted; "
         f"an episode is 4 s, or 100 steps. Standing still returns −{-STANDING_STILL:g} on average.\n\n"
         "The paper finds on a real UR5 that the policy learned by Adam deteriorates in many of five runs, after a peak at about "
         "80,000 steps, and that Scaled Adam's does in none.\n\n"
@@ -137,9 +139,9 @@ def section(results: list[Result], end: str) -> Section:
     return Section(f"UR-Reacher with PPO, α = {task.step_size:g}{limit}", text, items)
 
 
-def optimizers_table(runs: dict[str, list[Result]], end: str) -> Table:
+def optimizers_table(runs: dict[Method, list[Result]], end: str) -> Table:
     rows: list[Sequence[str]] = []
-    for name, found in runs.items():
+    for method, found in runs.items():
         courses = [each for each in map(course, found) if each is not None]
         columns = [
             ([each.peak.mean for each in courses], 1),
@@ -149,15 +151,15 @@ def optimizers_table(runs: dict[str, list[Result]], end: str) -> Table:
         ]
         cells = [summary(values).text(".1f", factor) if values else "–" for values, factor in columns]
         bad, diverged = sum(map(is_deteriorated, found)), sum(result.values["diverged_at"] is not None for result in found)
-        rows.append([AGENT_OPTIMIZERS[name].label, *cells, f"{bad} of {len(found)}", f"{diverged} of {len(found)}"])
+        rows.append([method.label, *cells, f"{bad} of {len(found)}", f"{diverged} of {len(found)}"])
     header = ["optimizer", "peak", "end", "drop", "drop, % of gain", "deteriorated", "diverged"]
     caption = "Means and standard errors over runs; end and drop of those that did not diverge."
     return Table(f"drops{end}", "From peak to end", header, rows, caption)
 
 
-def runs_table(runs: dict[str, list[Result]], end: str) -> Table:
+def runs_table(runs: dict[Method, list[Result]], end: str) -> Table:
     rows: list[Sequence[str]] = []
-    for name, found in runs.items():
+    for method, found in runs.items():
         for result in found:
             each, diverged_at = course(result), result.values["diverged_at"]
             cells = ["–"] * 5
@@ -166,27 +168,27 @@ def runs_table(runs: dict[str, list[Result]], end: str) -> Table:
             if each is not None and each.end is not None and each.drop is not None:
                 cells[2:] = each.end.text(".1f"), each.drop.text(".1f"), "–" if each.part is None else f"{100 * each.part:.1f}"
             diverged = "no" if diverged_at is None else f"at {diverged_at:,}"
-            rows.append([AGENT_OPTIMIZERS[name].label, str(result.task.seed), *cells, diverged])
+            rows.append([method.label, str(result.task.seed), *cells, diverged])
     header = ["optimizer", "seed", "peak", "at step", "end", "drop", "drop, % of gain", "diverged"]
     caption = "Smoothed returns, with standard errors over what was logged in a window."
     return Table(f"each-run{end}", "Each run", header, rows, caption)
 
 
-def mean_plot(runs: dict[str, list[Result]], end: str) -> Plot:
+def mean_plot(runs: dict[Method, list[Result]], end: str) -> Plot:
     worst = min((value for found in runs.values() for result in found for _, value in curve(result)), default=0.0)
     series = []
-    for name, found in runs.items():
+    for method, found in runs.items():
         points = averaged(found, worst)
         low, high = ([at.mean + sign * (at.error or 0) for at in points.values()] for sign in (-1, 1))
-        series.append(Series(AGENT_OPTIMIZERS[name].label, list(points), [at.mean for at in points.values()], low, high))
+        series.append(Series(method.label, list(points), [at.mean for at in points.values()], low, high))
     caption = "Episodes since the last point; mean and standard error over runs, of which those that diverged count as the worst."
     return Plot(f"mean{end}", "Return on UR-Reacher", series, "steps", "return", caption=caption)
 
 
-def runs_plot(runs: dict[str, list[Result]], end: str) -> Plot:
+def runs_plot(runs: dict[Method, list[Result]], end: str) -> Plot:
     series = [
-        Series(AGENT_OPTIMIZERS[name].label, list(points), [at.mean for at in points.values()])
-        for name, found in runs.items()
+        Series(method.label, list(points), [at.mean for at in points.values()])
+        for method, found in runs.items()
         for points in map(smoothed, found)
     ]
     caption = "Smoothed returns, a line for each run; one that diverged ends there."

@@ -12,9 +12,23 @@ from ..lab.experiment import option
 from ..lab.plots import Plot, Section, Series, Table
 from ..lab.statistics import summary
 from ..lab.store import Result
-from ..optimizers import AGENT_OPTIMIZERS, HELP
+from ..optimizers import AGENT_OPTIMIZERS, HELP, UNTRAINED
+from ..rl.config import Config
 from . import rl
-from ._normalised import DEFINITION, RESAMPLES, Estimate, Scores, aggregate, scores_of
+from ._normalised import (
+    FROM_LOWEST,
+    FROM_UNTRAINED,
+    RESAMPLES,
+    RETURNS,
+    Estimate,
+    Method,
+    Scores,
+    aggregate,
+    in_order,
+    methods_of,
+    scores_of,
+)
+from ._radius import beside_adam, by_radius
 from ._rl_figures import by_environment, by_way, conditions, lengths
 
 GRID = "3e-6,1e-5,3e-5,1e-4,3e-4,1e-3,3e-3,1e-2,1"
@@ -33,6 +47,14 @@ PRESETS = {
 }
 
 
+def tasks(settings: Settings) -> list[Config]:
+    """The agents that settings ask for, and untrained ones, whose return has the score 0."""
+    trained = rl.tasks(settings)
+    radius = Config.trust_radius
+    floor = [dataclasses.replace(task, optimizer=UNTRAINED, step_size=0.0, trust_radius=radius) for task in trained]
+    return list(dict.fromkeys([*trained, *floor]))
+
+
 # ----------------------------------------------------------------------------------------------------------- what it shows
 
 
@@ -43,45 +65,52 @@ def sections(results: list[Result]) -> list[Section]:
 
 def section(results: list[Result], end: str) -> Section:
     """A section; ``end`` is a suffix that keeps the files of several sections apart."""
-    task, by_env = results[0].task, by_environment(results)
-    known = [scores for env, found in by_env.items() if (scores := scores_of(env, found)) is not None]
-    kinds = [name for name in AGENT_OPTIMIZERS if any(result.task.optimizer == name for result in results)]
-    whole = len(by_env) * len({(r.task.optimizer, r.task.step_size) for r in results}) * len({r.task.seed for r in results})
+    task, by_env, methods = results[0].task, by_environment(results), methods_of(results)
+    known = [scores for env, found in by_env.items() if (scores := scores_of(env, found, methods)) is not None]
+    kinds = in_order(methods.values())
+    cells = {(methods[r.task], r.task.step_size) for r in results}
+    whole = len(by_env) * len(cells) * len({r.task.seed for r in results})
+    has_floor = {env for env, found in by_env.items() if any(r.task.optimizer == UNTRAINED for r in found)}
+    definition = FROM_UNTRAINED if has_floor else FROM_LOWEST
     paragraphs = [
-        f"{task.algo.upper()} with {conditions(task)}. {lengths(results)}.",
-        f"{DEFINITION} The paper finds both scaled optimizers insensitive to the step size with PPO, except on Humanoid.",
+        f"{task.algo.upper()} with {conditions(results)}. {lengths(results)}.",
+        f"{RETURNS} {definition}",
+        "The paper finds both scaled optimizers insensitive to the step size with PPO, except on Humanoid.",
     ]
     if len(results) < whole:
         paragraphs.append(f"This is not all of it: {len(results)} of {whole} runs.")
+    if has_floor and (without := by_env.keys() - has_floor):
+        paragraphs.append(f"Without untrained agents, so that 0 is the lowest average: {', '.join(sorted(without))}.")
     if left_out := by_env.keys() - {scores.env for scores in known}:
-        reason = "because all averages are the same, or no episode ended"
+        reason = "because no average is above that of untrained agents, all are the same, or no episode ended"
         paragraphs.append(f"Left out, {reason}: {', '.join(sorted(left_out))}.")
     items: list[Any] = []
     if known:
-        over_all = {name: aggregate(known, name) for name in kinds}
+        over_all = {method: aggregate(known, method) for method in kinds}
         items += [sensitivity(known, kinds, task.algo, end), overall(known, over_all, task.algo, end)]
         items += [aggregate_plot(over_all, len(known), task.algo, end)]
+        items += [*beside_adam(known, over_all, task.algo, end), *by_radius(known, over_all, task.algo, end)]
         items += [environment_plot(scores, kinds, task.algo, end) for scores in known]
     return Section(f"{task.algo.upper()}: return by step size, {task.protocol} protocol", "\n\n".join(paragraphs), items)
 
 
-def environment_plot(scores: Scores, kinds: Sequence[str], algo: str, end: str) -> Plot:
+def environment_plot(scores: Scores, kinds: Sequence[Method], algo: str, end: str) -> Plot:
     series = []
-    for name in kinds:
-        points = scores.means(name)
+    for method in kinds:
+        points = scores.means(method)
         low, high = ([at.mean + sign * (at.error or 0) for at in points.values()] for sign in (-1, 1))
-        series.append(Series(AGENT_OPTIMIZERS[name].label, list(points), [at.mean for at in points.values()], low, high))
+        series.append(Series(method.label, list(points), [at.mean for at in points.values()], low, high))
     title = f"{algo.upper()} on {scores.env}"
     caption = f"0 is a return of {scores.low:.1f} and 1 of {scores.high:.1f}. Mean and standard error over seeds."
     return Plot(f"{algo}-{scores.env}{end}", title, series, "step size", "normalised return", log_x=True, caption=caption)
 
 
-def aggregate_plot(over_all: dict[str, dict[float, Estimate]], count: int, algo: str, end: str) -> Plot:
+def aggregate_plot(over_all: dict[Method, dict[float, Estimate]], count: int, algo: str, end: str) -> Plot:
     series = []
-    for name, points in over_all.items():
+    for method, points in over_all.items():
         ends = [at.interval or (at.iqm, at.iqm) for at in points.values()]
         low, high = [low for low, _ in ends], [high for _, high in ends]
-        series.append(Series(AGENT_OPTIMIZERS[name].label, list(points), [at.iqm for at in points.values()], low, high))
+        series.append(Series(method.label, list(points), [at.iqm for at in points.values()], low, high))
     title = f"{algo.upper()} over {count} environment{'s' if count > 1 else ''}"
     caption = (
         "Interquartile mean over all seeds and environments, with 95 % intervals of a stratified bootstrap "
@@ -90,14 +119,14 @@ def aggregate_plot(over_all: dict[str, dict[float, Estimate]], count: int, algo:
     return Plot(f"{algo}-all{end}", title, series, "step size", "IQM of normalised returns", log_x=True, caption=caption)
 
 
-def sensitivity(known: list[Scores], kinds: Sequence[str], algo: str, end: str) -> Table:
+def sensitivity(known: list[Scores], kinds: Sequence[Method], algo: str, end: str) -> Table:
     rows: list[Sequence[str]] = []
     for scores in known:
-        for name in kinds:
-            if means := scores.means(name):
+        for method in kinds:
+            if means := scores.means(method):
                 best, worst, span = extremes(means, lambda at: at.mean)
                 cells = [f"{means[size].text('.2f')} at {size:g}" for size in (best, worst)]
-                rows.append([scores.env, AGENT_OPTIMIZERS[name].label, *cells, f"{span:.2f}", divergences([scores], name)])
+                rows.append([scores.env, method.label, *cells, f"{span:.2f}", divergences([scores], method)])
     header = ["environment", "optimizer", "best score", "worst score", "sensitivity", "diverged"]
     caption = (
         "Means and standard errors over seeds, at the best and at the worst step size. Sensitivity: their difference, to which "
@@ -106,16 +135,16 @@ def sensitivity(known: list[Scores], kinds: Sequence[str], algo: str, end: str) 
     return Table(f"{algo}-sensitivity{end}", f"{algo.upper()}: sensitivity to the step size", header, rows, caption)
 
 
-def overall(known: list[Scores], over_all: dict[str, dict[float, Estimate]], algo: str, end: str) -> Table:
+def overall(known: list[Scores], over_all: dict[Method, dict[float, Estimate]], algo: str, end: str) -> Table:
     rows: list[Sequence[str]] = []
-    for name, points in over_all.items():
-        spans = [extremes(means, lambda at: at.mean)[2] for scores in known if (means := scores.means(name))]
+    for method, points in over_all.items():
+        spans = [extremes(means, lambda at: at.mean)[2] for scores in known if (means := scores.means(method))]
         cells = ["–"] * 3  # if no seed has all environments
         if points:
             best, worst, span = extremes(points, lambda at: at.iqm)
             cells = [*[f"{points[size].text()} at {size:g}" for size in (best, worst)], f"{span:.2f}"]
         mean = summary(spans).text(".2f") if spans else "–"
-        rows.append([AGENT_OPTIMIZERS[name].label, *cells, mean, divergences(known, name)])
+        rows.append([method.label, *cells, mean, divergences(known, method)])
     header = ["optimizer", "best IQM", "worst IQM", "difference", "mean sensitivity", "diverged"]
     caption = (
         "IQM with 95 % intervals, for one step size in all environments. Mean sensitivity: ± standard error over environments."
@@ -130,8 +159,8 @@ def extremes(points: dict[float, Any], value: Callable[[Any], float]) -> tuple[f
     return best, worst, values[best] - values[worst]
 
 
-def divergences(known: list[Scores], optimizer: str) -> str:
-    cells = [(scores, cell) for scores in known for cell in scores.returns if cell[0] == optimizer]
+def divergences(known: list[Scores], method: Method) -> str:
+    cells = [(scores, cell) for scores in known for cell in scores.returns if cell[0] == method]
     by_size: Counter[float] = Counter()
     for scores, cell in cells:
         by_size[cell[1]] += scores.diverged[cell]
@@ -146,5 +175,7 @@ EXPERIMENT = dataclasses.replace(
     title="A2C and PPO: return by step size, with and without a trust region.",
     settings=Settings,
     presets=PRESETS,
+    tasks=tasks,
+    work=lambda settings: rl.work_of(tasks(settings)),
     sections=sections,
 )

@@ -36,6 +36,7 @@ class Experiment:
         run_together: does several tasks at once, each with its own run, and returns the results of each.
         kind: maps a task to its kind; tasks of the same kind can be done together.
         after: does further work that settings ask for, given the directories of finished runs; yields lines to print.
+        curves: metrics that a report keeps for each run, from which it can be made again. Without any it keeps none.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Experiment:
     run_together: Callable[[Sequence[Any], Sequence[Run], Path | None], Sequence[Mapping[str, Any]]] | None = None
     kind: Callable[[Any], Hashable] | None = None
     after: Callable[[Any, Mapping[Any, Path]], Iterator[str]] | None = None
+    curves: tuple[str, ...] = ()
 
     def do(self, store: Store, task: Task, data: Path | None, command: str = "") -> None:
         """Do a task, or the rest of it. ``data`` is the folder of data sets."""

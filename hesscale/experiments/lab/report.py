@@ -18,6 +18,7 @@ from .matplotlib_files import save_figure
 from .page import page_of, slug
 from .plotly_figures import number, numbers
 from .plots import Heat, Plot, Section, Series, Table
+from .run_files import read_runs, write_runs
 from .series_layout import COLOURS, as_array, check, palette
 from .store import FAILED, FINISHED, DamagedRun, Result, Store, Task
 
@@ -41,6 +42,8 @@ class Account:
     started: str = ""
     finished: str = ""
     baselines: list[dict[str, Any]] = field(default_factory=list)  # how the earlier reports that it also shows were made
+    results: list[Result] = field(default_factory=list)
+    curves: Sequence[str] = ()  # metrics that are kept for each run
 
     @property
     def items(self) -> list[Plot | Heat | Table]:
@@ -130,6 +133,7 @@ def add_baselines(accounts: Sequence[Account], before: dict[str, dict[str, Any]]
 def account_of(store: Store, experiment: Experiment, command: str, tasks: list[Task]) -> Account:
     """Read the runs of these tasks; a run that cannot be read becomes a problem of the account."""
     account = Account(experiment.name, experiment.title, command, asked=len(tasks), settings=settings_of(tasks))
+    account.curves = experiment.curves
     names = {option.name for option in dataclasses.fields(experiment.task)}
     if any(task.keys() != names for task in tasks):
         account.problems.append("These runs have other settings than this version of the experiment; run it again.")
@@ -156,11 +160,36 @@ def account_of(store: Store, experiment: Experiment, command: str, tasks: list[T
     account.started = min((found["started"] for found in facts), default="")
     account.finished = max((found["finished"] for found in facts), default="")
     account.sections = experiment.sections(results) if results else []
+    account.results = results
     return account
 
 
+def report_again(source: Path, folder: Path, page: bool = True) -> Path:
+    """Make a report again from the runs that an earlier one kept in the folder ``source``, and return the path to open."""
+    known, before = experiments(), read_summary(source)
+    kept = [known[name] for name in before if name in known and runs_file(source, name).exists()]
+    if not kept:
+        raise ValueError(f"{source} keeps no runs: only reports of {', '.join(n for n, e in known.items() if e.curves)} do")
+    accounts = []
+    for experiment in kept:
+        results = read_runs(runs_file(source, experiment.name), experiment.task)
+        tasks = [dataclasses.asdict(result.task) for result in results]
+        made = before[experiment.name]
+        account = Account(experiment.name, experiment.title, made["command"], asked=len(tasks), settings=settings_of(tasks))
+        account.statuses[FINISHED] = len(tasks)
+        account.commits, account.machines = ([made[fact]] if fact in made else [] for fact in ("commit", "machine"))
+        account.started, _, account.finished = made.get("when", "").removesuffix(" UTC").partition(" to ")
+        account.sections, account.results, account.curves = experiment.sections(results), results, experiment.curves
+        accounts.append(account)
+    return write_report(accounts, folder, page=page)
+
+
+def runs_file(folder: Path, experiment: str) -> Path:
+    return folder / f"{slug(experiment)}-runs.json.gz"
+
+
 def write_report(accounts: Sequence[Account], folder: Path, *, page: bool = True) -> Path:
-    """Write figures, ``tables.md``, ``summary.json`` and, with ``page``, ``index.html``. Returns the path to open."""
+    """Write figures, ``tables.md``, ``summary.json``, kept runs and, with ``page``, ``index.html``. Returns the path to open."""
     for account in accounts:
         for item in account.items:
             check(item)
@@ -172,6 +201,9 @@ def write_report(accounts: Sequence[Account], folder: Path, *, page: bool = True
                 save_figure(item, folder / "figures" / account.file_name(item), account.colours)
     write_text(folder / "tables.md", "\n".join(markdown(account) for account in accounts))
     write_text(folder / "summary.json", summary(accounts))
+    for account in accounts:
+        if account.curves and account.results:
+            write_runs(runs_file(folder, account.name), account.results, account.curves)
     if page:
         write_text(folder / "index.html", page_of(accounts))
     return folder / "index.html" if page else folder

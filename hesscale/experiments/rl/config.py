@@ -18,7 +18,8 @@ class Config:
         algo: ``"a2c"`` or ``"ppo"``.
         env: gymnasium's name of the environment.
         optimizer: one of ``AGENT_OPTIMIZERS``; the scaled ones have a trust region for each network.
-        step_size, eps, trust_radius: α, ε and Δ.
+        step_size, eps: α and ε.
+        trust_radius: Δ, of the scaled optimizers; the default for all others, which do not use it.
         steps: of the environment, rounded up to whole rollouts.
         policy: ``"auto"``, ``"gaussian"`` or ``"categorical"``.
         protocol: ``"paper"``, or ``"cleanrl"``: σ is a shared parameter, gradients are clipped, the step size falls to 0, and PPO
