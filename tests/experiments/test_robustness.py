@@ -12,6 +12,9 @@ pytestmark = pytest.mark.skipif(torch.empty(0).device.type != "cpu", reason="age
 pytest.importorskip("gymnasium")
 np = pytest.importorskip("numpy")
 
+from typer.testing import CliRunner  # noqa: E402
+
+from hesscale.experiments.cli import app  # noqa: E402
 from hesscale.experiments.figures import rl, robustness  # noqa: E402
 from hesscale.experiments.figures._normalised import Method, aggregate, aggregate_tuned, methods_of, scores_of  # noqa: E402
 from hesscale.experiments.lab.experiment import as_task  # noqa: E402
@@ -324,6 +327,11 @@ def test_a_report_can_be_made_again_from_the_runs_that_it_kept(tmp_path):
     report_again(tmp_path / "first", tmp_path / "second", page=False)
     names = {path.relative_to(tmp_path / "first") for path in (tmp_path / "first").rglob("*") if path.is_file()}
     assert names == {path.relative_to(tmp_path / "second") for path in (tmp_path / "second").rglob("*") if path.is_file()}
+    told = CliRunner().invoke(app, ["report", "--again", str(tmp_path / "first"), "--out", str(tmp_path / "third"), "--no-page"])
+    assert told.exit_code == 0, told.output
+    assert (tmp_path / "third" / "summary.json").exists()
+    told = CliRunner().invoke(app, ["report", "rl", "--again", str(tmp_path / "first")])
+    assert told.exit_code == 2
     for name in ("summary.json", "robustness-runs.json.gz"):
         assert (tmp_path / "first" / name).read_bytes() == (tmp_path / "second" / name).read_bytes()
 
