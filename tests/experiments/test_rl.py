@@ -713,8 +713,8 @@ def test_unknown_names_are_refused_with_close_ones():
         (rl.Settings(optimizer="@1e-3"), "'@1e-3' is not of the form name or name@step size"),
         (rl.Settings(optimizer="adam@"), "'adam@' is not of the form name or name@step size"),
         (rl.Settings(env=","), "no environment is asked for"),
-        (rl.Settings(steps=0), "must be positive"),
-        (rl.Settings(eps=-1.0), "eps=-1.0 is out of range"),
+        (rl.Settings(steps=0), "steps=0 must be at least 1"),
+        (rl.Settings(eps=-1.0), "eps=-1.0 must be at least 0"),
         (rl.Settings(truncation="ignore"), "truncation='ignore' is not one of bootstrap, terminate"),
         (rl.Settings(protocol="cleanrl", half_value_loss=True), "half_value_loss is of the paper's protocol"),
     ):
@@ -788,12 +788,66 @@ class Everyone:
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_untrained_agents_keep_their_weights(count):
-    own = [
-        Config("a2c", "CartPole-v1", "untrained", step_size=1.0, seed=seed, steps=20, backend="eager") for seed in range(count)
-    ]
-    learning = A2C(own)
+    config = Config("a2c", "CartPole-v1", "untrained", step_size=1.0, seed=0, steps=20, backend="eager")
+    learning = A2C([dataclasses.replace(config, seed=seed) for seed in range(count)])
     before = [p.detach().clone() for agent in learning.agents for p in agent.parameters()]
     for _ in range(3):
         learning.iterate()
     after = [p for agent in learning.agents for p in agent.parameters()]
     assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+
+
+def test_the_entropy_bonus_is_that_of_the_policy():
+    observations = torch.randn(5, 3)
+    agent = Gaussian(3, 2, orthogonal=False, shared=False)
+    mean, variance = agent(observations)
+    expected = D.Independent(D.Normal(mean, variance.sqrt()), 1).entropy().mean()
+    torch.testing.assert_close(agent.entropy(observations), expected)
+    shared = Gaussian(3, 2, orthogonal=False, shared=True)
+    torch.testing.assert_close(shared.entropy(observations), D.Normal(0.0, 1.0).entropy() * 2)
+    discrete = Categorical(3, 4, orthogonal=False)
+    expected = D.Categorical(logits=discrete.logits(observations)).entropy().mean()
+    torch.testing.assert_close(discrete.entropy(observations), expected)
+
+
+@pytest.mark.parametrize("algorithm", [A2C, PPO])
+@pytest.mark.parametrize("protocol", ["paper", "cleanrl"])
+def test_the_entropy_bonus_is_part_of_the_loss(algorithm, protocol):
+    config = dataclasses.replace(CONFIG, algo=algorithm.__name__.lower(), protocol=protocol, rollout=8, minibatches=2, epochs=1)
+    plain, rewarded = (algorithm([dataclasses.replace(config, entropy=bonus)]) for bonus in (0.0, 0.3))
+    plain.iterate()
+    batch = [tensor[0] for tensor in plain.batch]
+    difference = plain.loss(plain.agents[0], *batch) - rewarded.loss(plain.agents[0], *batch)
+    torch.testing.assert_close(difference, 0.3 * plain.agents[0].entropy(batch[0]), rtol=1e-4, atol=1e-6)
+
+
+def test_ppo_takes_as_many_steps_as_its_options_say(monkeypatch):
+    config = dataclasses.replace(CONFIG, algo="ppo", rollout=12, epochs=3, minibatches=4, width=5, gamma=0.9, gae_lambda=0.8)
+    learning = PPO([config])
+    sizes = []
+    monkeypatch.setattr(learning, "update", lambda *batch: sizes.append(len(batch[0][0])))
+    learning.iterate(is_logged=False)
+    assert sizes == [3] * 12
+    assert learning.envs.steps == 12
+    assert learning.envs.gamma == 0.9
+    assert learning.agents[0].critic[0].out_features == 5
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"width": 0}, "width=0 must be at least 1"),
+        ({"entropy": -1.0}, "entropy=-1.0 must be at least 0"),
+        ({"gamma": 1.5}, "gamma=1.5 must be between 0 and 1"),
+        ({"clip": 0.0}, "clip=0.0 must be between 0 and 1"),
+        ({"rollout": 100, "minibatches": 8}, "rollout=100 is not a multiple of minibatches=8"),
+    ],
+)
+def test_options_out_of_range_are_refused_by_name(changed, message):
+    with pytest.raises(ValueError, match=message):
+        rl.tasks(rl.Settings(**changed))
+
+
+def test_options_of_ppo_do_not_make_other_runs_of_a2c():
+    asked = rl.tasks(rl.Settings(algo="a2c,ppo", optimizer="adam", seeds=1, clip=0.1, epochs=4, gamma=0.95))
+    assert [(task.algo, task.clip, task.epochs, task.gamma) for task in asked] == [("a2c", 0.2, 0, 0.95), ("ppo", 0.1, 4, 0.95)]

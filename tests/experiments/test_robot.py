@@ -111,7 +111,7 @@ def test_the_paper_s_runs():
     ("changed", "message"),
     [
         ({"optimizer": "sgd"}, "no optimizer is called 'sgd'"),
-        ({"seeds": 0}, "must be positive"),
+        ({"seeds": 0}, "seeds=0 must be at least 1"),
         ({"backend": "fast"}, "backend='fast' is not one of"),
     ],
 )

@@ -279,10 +279,10 @@ def test_every_radius_is_one_of_scaled_optimizers_alone():
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"humanoid_steps": -1}, "humanoid_steps=-1 is negative"),
+        ({"humanoid_steps": -1}, "humanoid_steps=-1 must be at least 0"),
         ({"step_size": "1e-3;1"}, "a step size is a number, not '1e-3;1'"),
         ({"trust_radius": "1e-7,-1"}, "trust_radius: a trust radius must be positive, not -1"),
-        ({"steps": 0}, "steps=0 must be positive"),
+        ({"steps": 0}, "steps=0 must be at least 1"),
         ({"optimizer": "sgd"}, "no optimizer is called 'sgd'"),
         ({"env": "cartpole-v1"}, "close to it: CartPole-v1"),
     ],

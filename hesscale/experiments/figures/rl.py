@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 ALGORITHMS = ("a2c", "ppo")
 CHOICES = {"policy": POLICIES, "protocol": PROTOCOLS, "truncation": TRUNCATIONS, "backend": BACKENDS}
+OF_PPO = ("gae_lambda", "clip", "epochs", "minibatches")
 POINTS = 100  # of a curve
 CHECKPOINT_SECONDS = 20.0
 
@@ -52,6 +53,14 @@ class Settings:
     truncation: str = option(
         "bootstrap", "how a truncated episode ends: bootstrap with the value of its last state, or terminate as if it were over"
     )
+    rollout: int = option(0, "steps between updates; 0 for 5 (A2C) or 2048 (PPO)")
+    gamma: float = option(0.99, "discount factor γ")
+    gae_lambda: float = option(0.95, "λ of PPO's generalized advantage estimates")
+    clip: float = option(0.2, "PPO's clipping range of probability ratios")
+    epochs: int = option(0, "PPO's passes over each rollout; 0 for 10")
+    minibatches: int = option(0, "minibatches in each of these passes; 0 for 32")
+    width: int = option(64, "units in each hidden layer")
+    entropy: float = option(0.0, "coefficient of the entropy bonus")
     backend: str = option("inductor", f"backend of hesscale.compile_step: {', '.join(BACKENDS)}")
     video: bool = option(False, "film an episode of each trained agent with seed 0, as video.mp4 beside its run")
 
@@ -87,25 +96,44 @@ def tasks(settings: Settings) -> list[Config]:
     for name, known in CHOICES.items():
         if getattr(settings, name) not in known:
             raise ValueError(f"{name}={getattr(settings, name)!r} is not one of {', '.join(known)}")
-    for name in ("seeds", "steps"):
-        if getattr(settings, name) < 1:
-            raise ValueError(f"{name}={getattr(settings, name)} must be positive")
+    check_ranges(settings)
     radii = positives(settings.trust_radius, "trust_radius")
-    if settings.humanoid_steps < 0:
-        raise ValueError(f"humanoid_steps={settings.humanoid_steps} is negative")
     if settings.protocol == "cleanrl" and settings.half_value_loss:
         raise ValueError("half_value_loss is of the paper's protocol; CleanRL's has a value loss of its own")
-    if not 0 <= settings.eps < math.inf:
-        raise ValueError(f"eps={settings.eps} is out of range")
     steps = {name: (name.startswith("Humanoid") and settings.humanoid_steps) or settings.steps for name in environments}
-    same = ("policy", "protocol", "normalize", "half_value_loss", "truncation", "eps", "backend")
+    same = (
+        *("policy", "protocol", "normalize", "half_value_loss", "truncation", "eps", "backend"),
+        *("rollout", "gamma", "width", "entropy"),
+    )
     shared = {name: getattr(settings, name) for name in same}
     cells = itertools.product(range(settings.seeds), environments, algos, pairs, radii)
     found: dict[Config, None] = {}
     for seed, env, algo, (name, size), radius in cells:
-        config = Config(algo, env, name, size, seed, steps[env], **shared)
+        own = {name: getattr(settings, name) for name in OF_PPO} if algo == "ppo" else {}
+        config = Config(algo, env, name, size, seed, steps[env], **shared, **own)
         found[dataclasses.replace(config, trust_radius=radius) if AGENT_OPTIMIZERS[name].is_scaled else config] = None
     return list(found)
+
+
+def check_ranges(settings: Settings) -> None:
+    """Raise a ValueError that names the setting that is out of range, and the range."""
+    for name in ("seeds", "steps", "width"):
+        if getattr(settings, name) < 1:
+            raise ValueError(f"{name}={getattr(settings, name)} must be at least 1")
+    for name in ("humanoid_steps", "rollout", "epochs", "minibatches", "eps", "entropy"):
+        if not 0 <= getattr(settings, name) < math.inf:
+            raise ValueError(f"{name}={getattr(settings, name)} must be at least 0")
+    for name in ("gamma", "gae_lambda"):
+        if not 0 <= getattr(settings, name) <= 1:
+            raise ValueError(f"{name}={getattr(settings, name)} must be between 0 and 1")
+    if not 0 < settings.clip < 1:
+        raise ValueError(f"clip={settings.clip} must be between 0 and 1")
+    if "ppo" in settings.algo:
+        from ..rl.ppo import PPO
+
+        rollout, minibatches = settings.rollout or PPO.rollout, settings.minibatches or PPO.minibatches
+        if rollout % minibatches:
+            raise ValueError(f"rollout={rollout} is not a multiple of minibatches={minibatches}, as PPO needs")
 
 
 def work(settings: Settings) -> str:

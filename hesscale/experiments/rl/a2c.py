@@ -16,7 +16,7 @@ from .vector_env import Rollout
 
 
 class A2C(Algorithm):
-    """−log π(a|s) (R − v(s)) for the policy and (v(s) − R)² for the critic, without entropy bonus; the time is observed."""
+    """−log π(a|s) (R − v(s)) for the policy and (v(s) − R)² for the critic; the time is observed."""
 
     rollout = 5
 
@@ -25,10 +25,12 @@ class A2C(Algorithm):
 
     @property
     def loss(self) -> Callable[..., Tensor]:
-        half = self.config.half_value_loss
+        half, bonus = self.config.half_value_loss, self.config.entropy
 
         def loss(agent: Agent, observations: Tensor, actions: Tensor, advantages: Tensor, returns: Tensor) -> Tensor:
             policy = agent.policy_gradient(observations, actions, advantages)
+            if bonus:
+                policy = policy - bonus * agent.entropy(observations)
             return policy + value_loss(agent.values(observations), returns, half=half)
 
         return loss
@@ -36,7 +38,7 @@ class A2C(Algorithm):
     def learn(self, rollout: Rollout) -> None:
         values, next_values = self.values(rollout)
         over = rollout.is_over(self.config.truncation)
-        returns = n_step_returns(rollout.rewards, next_values, over, rollout.ended, self.gamma)
+        returns = n_step_returns(rollout.rewards, next_values, over, rollout.ended, self.config.gamma)
         data = rollout.observations, rollout.actions, returns - values, returns
         self.batch = [torch.from_numpy(array) for array in data]
         self.update(*self.batch)

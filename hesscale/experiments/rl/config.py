@@ -28,6 +28,11 @@ class Config:
         half_value_loss: ½ (v − R)² in place of (v − R)².
         truncation: ``"bootstrap"``: an episode that is cut off is worth r + γ v(s') at its end; ``"terminate"``: r, as if it were
             over, as in many implementations, the authors' among them.
+        rollout: steps between updates; 0 for the algorithm's own number, 5 (A2C) or 2048 (PPO).
+        gamma: the discount γ.
+        gae_lambda, clip, epochs, minibatches: of PPO; A2C does not use them. 0 epochs or minibatches stand for 10 and 32.
+        width: units in each hidden layer.
+        entropy: the coefficient of the entropy bonus.
         backend: of :func:`hesscale.compile_step`; with CleanRL's protocol steps are eager whatever it is.
     """
 
@@ -45,3 +50,11 @@ class Config:
     half_value_loss: bool = False
     truncation: str = "bootstrap"
     backend: str = "inductor"
+    rollout: int = 0
+    gamma: float = 0.99
+    gae_lambda: float = 0.95
+    clip: float = 0.2
+    epochs: int = 0
+    minibatches: int = 0
+    width: int = 64
+    entropy: float = 0.0

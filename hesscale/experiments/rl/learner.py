@@ -33,17 +33,17 @@ class Algorithm:
         configs: one for each agent; they may differ only in the settings of ``OWN``.
 
     Attributes:
-        rollout: steps between updates.
+        rollout: steps between updates; of the class, unless the config has its own.
         metrics: the metrics of each agent, as of the last iteration that was logged.
     """
 
     rollout: int
-    gamma = 0.99
 
     def __init__(self, configs: Sequence[Config], *, orthogonal: bool, time_feature: bool) -> None:
         check_alike(configs)
         self.configs, self.config = list(configs), configs[0]
-        options = {"gamma": self.gamma, "normalize": self.config.normalize, "time_feature": time_feature}
+        self.rollout = self.config.rollout or type(self).rollout
+        options = {"gamma": self.config.gamma, "normalize": self.config.normalize, "time_feature": time_feature}
         self.make_envs: Callable[[list[int]], VectorEnv] = lambda seeds: VectorEnv(self.config.env, seeds, **options)  # type: ignore[arg-type]
         self.envs = self.make_envs([config.seed for config in configs])
         self.agents: list[Agent] = []
@@ -254,8 +254,9 @@ def agent_for(env: VectorEnv, config: Config, *, orthogonal: bool) -> Agent:
         kind = "discrete" if env.is_discrete else "continuous"
         raise ValueError(f"{config.env} has {kind} actions, for which policy={config.policy!r} is none; use {wanted!r} or 'auto'")
     if env.is_discrete:
-        return Categorical(env.inputs, env.outputs, orthogonal=orthogonal)
-    return Gaussian(env.inputs, env.outputs, orthogonal=orthogonal, shared=config.protocol == "cleanrl")
+        return Categorical(env.inputs, env.outputs, orthogonal=orthogonal, width=config.width)
+    shared = config.protocol == "cleanrl"
+    return Gaussian(env.inputs, env.outputs, orthogonal=orthogonal, shared=shared, width=config.width)
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float:

@@ -82,6 +82,10 @@ class Agent(nn.Module):
         """PPO's −min(r A, clip(r) A), likewise; ``old`` is log π(a|s) before the update."""
         raise NotImplementedError
 
+    def entropy(self, observations: Tensor) -> Tensor:
+        """The entropy of π(·|s), a mean over samples."""
+        raise NotImplementedError
+
 
 class Gaussian(Agent):
     """a ~ N(μ(s), σ²(s)): μ with two hidden layers, σ² = exp of a network with one, or of a shared parameter."""
@@ -121,6 +125,9 @@ class Gaussian(Agent):
         by_mean = losses.gaussian_ppo(mean, actions, advantages, old, variance=variance.detach(), clip=clip)
         return by_mean + losses.gaussian_ppo(mean.detach(), actions, advantages, old, variance=variance, clip=clip)
 
+    def entropy(self, observations: Tensor) -> Tensor:
+        return losses.gaussian_entropy(log_std=0.5 * self.variance(observations))
+
 
 class Categorical(Agent):
     """a ~ softmax(logits(s)), two hidden layers."""
@@ -148,6 +155,9 @@ class Categorical(Agent):
 
     def surrogate(self, observations: Tensor, actions: Tensor, advantages: Tensor, old: Tensor, clip: float) -> Tensor:
         return losses.categorical_ppo(self.logits(observations), actions, advantages, old, clip=clip)
+
+    def entropy(self, observations: Tensor) -> Tensor:
+        return losses.categorical_entropy(self.logits(observations))
 
 
 def action_generator(seed: int) -> np.random.Generator:

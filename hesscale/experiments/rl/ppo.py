@@ -1,4 +1,4 @@
-"""Proximal policy optimization: ten epochs of 32 minibatches over every 2048 steps, with the clipped surrogate."""
+"""Proximal policy optimization: several epochs of minibatches over every rollout, with the clipped surrogate."""
 
 from __future__ import annotations
 
@@ -16,24 +16,26 @@ from .vector_env import Rollout
 
 
 class PPO(Algorithm):
-    """The surrogate for the policy and (v(s) − R)² for the critic, R = A + v; without entropy bonus or value clipping."""
+    """The surrogate for the policy and (v(s) − R)² for the critic, R = A + v."""
 
     rollout = 2048
     epochs = 10
     minibatches = 32
-    clip = 0.2
-    lam = 0.95
 
     def __init__(self, configs: Sequence[Config]) -> None:
         super().__init__(configs, orthogonal=True, time_feature=False)
+        self.epochs = self.config.epochs or type(self).epochs
+        self.minibatches = self.config.minibatches or type(self).minibatches
 
     @property
     def loss(self) -> Callable[..., Tensor]:
-        half, clip, is_cleanrl = self.config.half_value_loss, self.clip, self.is_cleanrl
+        half, clip, bonus, is_cleanrl = self.config.half_value_loss, self.config.clip, self.config.entropy, self.is_cleanrl
 
         def loss(agent: Agent, *batch: Tensor) -> Tensor:
             observations, actions, advantages, returns, old, old_values = batch
             policy = agent.surrogate(observations, actions, standardised(advantages), old, clip)
+            if bonus:
+                policy = policy - bonus * agent.entropy(observations)
             values = agent.values(observations)
             if is_cleanrl:
                 return policy + 0.5 * clipped_value_loss(values, returns, old_values, clip=clip, half=True)
@@ -42,9 +44,10 @@ class PPO(Algorithm):
         return loss
 
     def learn(self, rollout: Rollout) -> None:
+        config = self.config
         values, next_values = self.values(rollout)
-        over = rollout.is_over(self.config.truncation)
-        advantages = gae(rollout.rewards, values, next_values, over, rollout.ended, self.gamma, self.lam)
+        over = rollout.is_over(config.truncation)
+        advantages = gae(rollout.rewards, values, next_values, over, rollout.ended, config.gamma, config.gae_lambda)
         observations, actions = torch.from_numpy(rollout.observations), torch.from_numpy(rollout.actions)
         known = [torch.from_numpy(array) for array in (advantages, advantages + values, values)]
         old = self.agent_batch.log_prob(observations, actions)
@@ -60,13 +63,13 @@ class PPO(Algorithm):
         observations, actions, advantages, returns, old, values = [tensor[k] for tensor in self.batch]
         agent = self.agents[k]
         log_ratio = AgentBatch([agent]).log_prob(observations[None], actions[None])[0] - old
-        policy = agent.surrogate(observations, actions, standardised(advantages), old, self.clip)
+        policy = agent.surrogate(observations, actions, standardised(advantages), old, self.config.clip)
         value = value_loss(agent.values(observations), returns, half=self.config.half_value_loss)
         return {
             "losses/policy_loss": float(policy),
             "losses/value_loss": float(value),
             "losses/approx_kl": float((log_ratio.expm1() - log_ratio).mean()),
-            "losses/clipfrac": float(((log_ratio.exp() - 1).abs() > self.clip).float().mean()),
+            "losses/clipfrac": float(((log_ratio.exp() - 1).abs() > self.config.clip).float().mean()),
             "losses/explained_variance": explained_variance(values, returns),
         }
 
