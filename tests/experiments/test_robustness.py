@@ -200,14 +200,14 @@ def test_trust_radii_are_compared_with_each_other_and_with_tuned_adam():
     (table,) = [item for item in section.items if item.name == "ppo-beside-adam"]
     assert [row[:5] for row in table.rows] == [
         ["Adam", "best of each environment", "1.00", "100", "–"],
-        ["Scaled Adam, Δ = 1e-07", "1", "0.80", "80", "70, Hopper-v5"],
-        ["Scaled Adam, Δ = 1e-06", "1", "0.57", "57", "40, Ant-v5"],
+        ["Scaled Adam, Δ = 1e-7", "1", "0.80", "80", "70, Hopper-v5"],
+        ["Scaled Adam, Δ = 1e-6", "1", "0.57", "57", "40, Ant-v5"],
     ]
     (plot,) = [item for item in section.items if item.name == "ppo-by-radius"]
     scaled, best = plot.series
     assert (scaled.label, scaled.x, scaled.y) == ("Scaled Adam, α = 1", [1e-7, 1e-6], pytest.approx([0.8, 0.575]))
     assert (best.y, best.dashed) == ([1.0, 1.0], True)
-    assert "Δ = 1e-07, 1e-06 for scaled optimizers" in section.text
+    assert "Δ = 1e-7, 1e-6 for scaled optimizers" in section.text
     for item in section.items:
         check(item)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ..lab.compact import compact
 from ..lab.statistics import Summary, bootstrap_interval, iqm, summary
 from ..lab.store import Result
 from ..optimizers import AGENT_OPTIMIZERS, UNTRAINED
@@ -36,7 +37,7 @@ class Method(NamedTuple):
 
     @property
     def label(self) -> str:
-        radius = "" if self.trust_radius is None else f", Δ = {self.trust_radius:g}"
+        radius = "" if self.trust_radius is None else f", Δ = {compact(self.trust_radius)}"
         return AGENT_OPTIMIZERS[self.optimizer].label + radius
 
 

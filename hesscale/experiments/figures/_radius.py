@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..lab.compact import compact
 from ..lab.plots import Plot, Series, Table
 from ..optimizers import AGENT_OPTIMIZERS
 from ._normalised import Estimate, Method, Scores, aggregate_tuned, tuned
@@ -27,7 +28,7 @@ def beside_adam(known: list[Scores], over_all: OverAll, algo: str, end: str) -> 
             lowest = min(shares.items(), key=lambda share: share[1], default=None)
             diverged = sum(scores.diverged[method, size] for scores in known)
             where = "–" if lowest is None else f"{100 * lowest[1]:.0f}, {lowest[0]}"
-            rows.append([method.label, f"{size:g}", at.text(), f"{100 * at.iqm / best.iqm:.0f}", where, str(diverged)])
+            rows.append([method.label, compact(size), at.text(), f"{100 * at.iqm / best.iqm:.0f}", where, str(diverged)])
     if len(rows) == 1:
         return []
     header = ["optimizer", "step size", "IQM", "% of tuned Adam", "lowest in one environment, %", "diverged"]
@@ -53,10 +54,18 @@ def by_radius(known: list[Scores], over_all: OverAll, algo: str, end: str) -> li
     for (name, size), line in lines.items():
         line = dict(sorted(line.items()))
         ends = [at.interval or (at.iqm, at.iqm) for at in line.values()]
-        label = f"{AGENT_OPTIMIZERS[name].label}, α = {size:g}"
+        label = f"{AGENT_OPTIMIZERS[name].label}, α = {compact(size)}"
         series.append(Series(label, list(line), [at.iqm for at in line.values()], [e[0] for e in ends], [e[1] for e in ends]))
     if best := aggregate_tuned(known, ADAM):
-        series.append(Series("Adam, tuned in each environment", [radii[0], radii[-1]], [best.iqm, best.iqm], dashed=True))
+        series.append(
+            Series(
+                "Adam, tuned in each environment",
+                [radii[0], radii[-1]],
+                [best.iqm, best.iqm],
+                dashed=True,
+                colour=AGENT_OPTIMIZERS["adam"].colour,
+            )
+        )
     title = f"{algo.upper()} over {len(known)} environment{'s' if len(known) > 1 else ''}, by trust radius"
     caption = "Interquartile mean over all seeds and environments, with 95 % intervals of a stratified bootstrap."
     return [

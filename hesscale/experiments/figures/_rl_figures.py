@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from ..lab.compact import compact
 from ..lab.plots import Plot, Section, Series, Table
 from ..lab.statistics import Summary, summary
 from ..lab.store import Result
@@ -83,7 +84,7 @@ def overall(results: list[Result], end: str) -> list[Table]:
     known = [scores for scores in found if scores is not None]
     estimates = {method: aggregate(known, method) for method in in_order(methods.values())}
     rows: list[Sequence[str]] = [
-        [method.label, f"{size:g}", at.text()] for method, sizes in estimates.items() for size, at in sizes.items()
+        [method.label, compact(size), at.text()] for method, sizes in estimates.items() for size, at in sizes.items()
     ]
     if len(known) < 2 or not rows:
         return []
@@ -110,9 +111,9 @@ def conditions(results: Sequence[Result]) -> str:
     """How agents are trained, as part of a sentence."""
     task: Config = results[0].task
     radii = sorted({r.task.trust_radius for r in results if AGENT_OPTIMIZERS[r.task.optimizer].is_scaled})
-    trust = f"Δ = {', '.join(f'{radius:g}' for radius in radii)} for scaled optimizers, " if radii else ""
+    trust = f"Δ = {', '.join(map(compact, radii))} for scaled optimizers, " if radii else ""
     return (
-        f"ε = {task.eps:g}, {trust}{'½ ' if task.half_value_loss else ''}(v − R)² for "
+        f"ε = {compact(task.eps)}, {trust}{'½ ' if task.half_value_loss else ''}(v − R)² for "
         f"the critic, observations and rewards {'normalised' if task.normalize else 'as they are'}, episodes that are cut off "
         f"{'worth what their last state is' if task.truncation == 'bootstrap' else 'taken for terminated ones'}"
     )
@@ -139,7 +140,7 @@ def row(env: str, method: Method, size: float, found: list[Result], score: Summa
     return [
         env,
         method.label,
-        f"{size:g}",
+        compact(size),
         score.text(".1f") if score else "–",
         summary(last).text(".1f") if last else "–",
         f"{len(found) - len(alive)} of {len(found)}",
@@ -162,7 +163,7 @@ def plot(env: str, cells: dict[Cell, list[Result]], scores: dict[Cell, Summary],
     for method, cell in best.items():
         points = averaged(cells[cell], min(everything, default=0.0))
         low, high = ([at.mean + sign * (at.error or 0) for at in points.values()] for sign in (-1, 1))
-        label = f"{method.label}, α = {cell[1]:g}"
+        label = f"{method.label}, α = {compact(cell[1])}"
         series.append(Series(label, list(points), [at.mean for at in points.values()], low, high))
     caption = "Episodes since the last point; mean and standard error over seeds, each optimizer at its best step size."
     return Plot(name, f"Return on {env}", series, "steps", "return", caption=caption)

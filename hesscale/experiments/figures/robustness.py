@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..lab.compact import compact
 from ..lab.experiment import option
 from ..lab.plots import Plot, Section, Series, Table
 from ..lab.statistics import summary
@@ -125,7 +126,7 @@ def sensitivity(known: list[Scores], kinds: Sequence[Method], algo: str, end: st
         for method in kinds:
             if means := scores.means(method):
                 best, worst, span = extremes(means, lambda at: at.mean)
-                cells = [f"{means[size].text('.2f')} at {size:g}" for size in (best, worst)]
+                cells = [f"{means[size].text('.2f')} at {compact(size)}" for size in (best, worst)]
                 rows.append([scores.env, method.label, *cells, f"{span:.2f}", divergences([scores], method)])
     header = ["environment", "optimizer", "best score", "worst score", "sensitivity", "diverged"]
     caption = (
@@ -142,7 +143,7 @@ def overall(known: list[Scores], over_all: dict[Method, dict[float, Estimate]], 
         cells = ["–"] * 3  # if no seed has all environments
         if points:
             best, worst, span = extremes(points, lambda at: at.iqm)
-            cells = [*[f"{points[size].text()} at {size:g}" for size in (best, worst)], f"{span:.2f}"]
+            cells = [*[f"{points[size].text()} at {compact(size)}" for size in (best, worst)], f"{span:.2f}"]
         mean = summary(spans).text(".2f") if spans else "–"
         rows.append([method.label, *cells, mean, divergences(known, method)])
     header = ["optimizer", "best IQM", "worst IQM", "difference", "mean sensitivity", "diverged"]
@@ -164,7 +165,7 @@ def divergences(known: list[Scores], method: Method) -> str:
     by_size: Counter[float] = Counter()
     for scores, cell in cells:
         by_size[cell[1]] += scores.diverged[cell]
-    where = ", ".join(f"{size:g}: {count}" for size, count in sorted(by_size.items()) if count)
+    where = ", ".join(f"{compact(size)}: {count}" for size, count in sorted(by_size.items()) if count)
     runs = sum(len(scores.returns[cell]) for scores, cell in cells)
     return f"{by_size.total()} of {runs}" + (f" ({where})" if where else "")
 

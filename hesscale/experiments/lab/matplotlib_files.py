@@ -10,13 +10,16 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, NullLocator
+from matplotlib.ticker import EngFormatter, FixedLocator, NullLocator
 
+from .compact import compact
 from .files import write_whole
 from .plots import Heat, Plot
 from .series_layout import DrawnSeries, as_array, check, few_values, lay_out, limits
 
 SYMBOLS = "os^DvPX<>p"
+SHORT = 44  # letters of a label, of which two stand side by side
+THOUSANDS = 10_000  # from here on, an axis has 20k in place of 20000
 MANY = 40  # lines with this many points or more have no symbols
 STYLE: Any = {
     "axes.axisbelow": True,
@@ -71,11 +74,15 @@ def draw_plot(plot: Plot, colours: Mapping[str, str] | None) -> Figure:
     elif values := few_values(plot):
         axes.xaxis.set_major_locator(FixedLocator(values))
         axes.xaxis.set_minor_locator(NullLocator())
-        names = [f"{value:g}" for value in values]
-        axes.set_xticklabels(names, **turned(names, 30))
+        names = [compact(value) for value in values]
+        axes.set_xticklabels(names, **turned(names, 50))
+    elif not plot.log_x and axes.get_xlim()[1] >= THOUSANDS:
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     if named := [mark for mark in drawn if mark.in_legend]:
         handles, labels = [handle(mark) for mark in named], [plain(mark.label) for mark in named]
-        figure.legend(handles, labels, loc="outside right upper")
+        columns = 2 if len(labels) > 2 and max(map(len, labels)) <= SHORT else 1
+        figure.set_figheight(figure.get_figheight() + 0.2 * -(-len(labels) // columns))
+        figure.legend(handles, labels, loc="outside lower center", ncols=columns)
     return figure
 
 
