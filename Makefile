@@ -6,7 +6,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 PYTEST := $(BIN)/python -m pytest -n 2 --cov --cov-report=term
 
 .DELETE_ON_ERROR:
-.PHONY: help run test test-all lint format docs models clean
+.PHONY: help run test test-all lint format docs models dist clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' Makefile
@@ -35,6 +35,19 @@ docs: $(VENV)/.experiments ## write docs/operators.md anew from the rules
 
 models: $(VENV)/.dev $(VENV)/.integrations ## write docs/models.md anew: what happens to other people's models, in ten minutes
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -W ignore tests/models/page.py
+
+dist: $(VENV)/.dev ## build a wheel and an sdist, check them, and try the wheel in an empty environment
+	@rm -rf dist build
+	$(INSTALL) build twine
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/python -m twine check --strict dist/*
+	$(PYTHON) -m venv --clear dist/.venv
+	dist/.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt dist/*.whl
+	cd dist && .venv/bin/python ../tests/smoke/library.py
+	dist/.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "$$(echo dist/*.whl)[experiments]"
+	cd dist && .venv/bin/hesscale quality --preset smoke --runs runs && .venv/bin/hesscale report --runs runs --out report
+	@rm -rf dist/.venv dist/runs dist/report
+	@ls -lh dist
 
 clean: ## remove the environment, caches and plots
 	rm -rf $(VENV) out build dist *.egg-info .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache
