@@ -29,6 +29,12 @@ FROM_LOWEST = (
 )
 
 
+def definition(results: Iterable[Result]) -> str:
+    """How the scores of these results are defined."""
+    has_floor = any(result.task.optimizer == UNTRAINED for result in results)
+    return f"{RETURNS} {FROM_UNTRAINED if has_floor else FROM_LOWEST}"
+
+
 class Method(NamedTuple):
     """An optimizer, with its trust radius where several are compared."""
 

@@ -13,7 +13,7 @@ from ..lab.statistics import Summary, summary
 from ..lab.store import Result
 from ..optimizers import AGENT_OPTIMIZERS
 from ..rl.config import Config
-from ._normalised import FROM_LOWEST, RETURNS, Cell, Method, aggregate, in_order, methods_of, scores_of
+from ._normalised import Cell, Method, aggregate, definition, in_order, methods_of, scores_of
 
 
 def sections(results: list[Result]) -> list[Section]:
@@ -92,7 +92,7 @@ def overall(results: list[Result], end: str) -> list[Table]:
     title = f"{algo.upper()}: {len(known)} environments together"
     caption = (
         "Interquartile means of scores over environments and the seeds that all of them have, with 95 % intervals of a "
-        f"stratified bootstrap; of step sizes that all environments have. {RETURNS} {FROM_LOWEST}"
+        f"stratified bootstrap; of step sizes that all environments have. {definition(results)}"
     )
     return [Table(f"overall-{algo}{end}", title, ["optimizer", "step size", "IQM"], rows, caption)]
 

@@ -17,14 +17,12 @@ from ..optimizers import AGENT_OPTIMIZERS, HELP, UNTRAINED
 from ..rl.config import Config
 from . import rl
 from ._normalised import (
-    FROM_LOWEST,
-    FROM_UNTRAINED,
     RESAMPLES,
-    RETURNS,
     Estimate,
     Method,
     Scores,
     aggregate,
+    definition,
     in_order,
     methods_of,
     scores_of,
@@ -72,10 +70,9 @@ def section(results: list[Result], end: str) -> Section:
     cells = {(methods[r.task], r.task.step_size) for r in results}
     whole = len(by_env) * len(cells) * len({r.task.seed for r in results})
     has_floor = {env for env, found in by_env.items() if any(r.task.optimizer == UNTRAINED for r in found)}
-    definition = FROM_UNTRAINED if has_floor else FROM_LOWEST
     paragraphs = [
         f"{task.algo.upper()} with {conditions(results)}. {lengths(results)}.",
-        f"{RETURNS} {definition}",
+        definition(results),
         "The paper finds both scaled optimizers insensitive to the step size with PPO, except on Humanoid.",
     ]
     if len(results) < whole:
