@@ -6,7 +6,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 PYTEST := $(BIN)/python -m pytest -n 2 --cov --cov-report=term
 
 .DELETE_ON_ERROR:
-.PHONY: help run test test-all lint format docs models dist clean
+.PHONY: help run test test-all lint format docs site models dist clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' Makefile
@@ -14,10 +14,10 @@ help: ## list the targets
 run: $(VENV)/.experiments ## in two minutes: how good the diagonals are, how optimizers learn with them, and a page with both
 	@$(BIN)/hesscale demo
 
-test: lint ## lint, type check, tests, coverage
+test: lint site ## lint, type check, documentation site, tests, coverage
 	$(PYTEST)
 
-test-all: lint $(VENV)/.integrations ## the same with the slow tests, and with the libraries of the extra integrations
+test-all: lint site $(VENV)/.integrations ## the same with the slow tests, and with the libraries of the extra integrations
 	$(PYTEST) -m ""
 
 lint: $(VENV)/.dev ## ruff, mypy and the import contracts alone
@@ -32,6 +32,9 @@ format: $(VENV)/.dev ## let ruff format the code and fix what it can
 
 docs: $(VENV)/.experiments ## write docs/operators.md anew from the rules
 	$(BIN)/python docs/generate.py
+
+site: $(VENV)/.docs ## build the documentation site into site/; warnings, such as broken links, are errors
+	NO_MKDOCS_2_WARNING=1 PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m mkdocs build --strict --quiet
 
 models: $(VENV)/.dev $(VENV)/.integrations ## write docs/models.md anew: what happens to other people's models, in ten minutes
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -W ignore tests/models/page.py
@@ -49,12 +52,12 @@ dist: $(VENV)/.dev ## build a wheel and an sdist, check them, and try the wheel 
 	@rm -rf dist/.venv dist/runs dist/report
 	@ls -lh dist
 
-clean: ## remove the environment, caches and plots
-	rm -rf $(VENV) out build dist *.egg-info .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache
+clean: ## remove the environment, caches, plots and the site
+	rm -rf $(VENV) out site build dist *.egg-info .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One stamp per extra of pyproject.toml: installed again when the requirements change.
-$(VENV)/.experiments $(VENV)/.dev $(VENV)/.integrations: $(VENV)/.%: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.experiments $(VENV)/.dev $(VENV)/.docs $(VENV)/.integrations: $(VENV)/.%: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing hesscale[$*] into $(VENV); the first time takes a few minutes, torch is large"
 	@$(INSTALL) setuptools
 	@$(INSTALL) --no-build-isolation -e ".[$*]"

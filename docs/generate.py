@@ -32,9 +32,9 @@ def page() -> str:
 
 def cell(text: str) -> str:
     """Text that Markdown leaves alone inside a table."""
-    for mark in "\\|*_<":
+    for mark in "\\|*_":
         text = text.replace(mark, f"\\{mark}")
-    return text
+    return text.replace("<", "&lt;")
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from .engine import backward as engine
 from .engine.arguments import check_choices, check_loss
 from .errors import CompileWarning, NeedsEagerPass
 
+__all__ = ["Ensemble", "ensemble", "grad_and_hess_diag"]
 MAX_RECORDS = 64
 ONLY_VMAP = "Hessian diagonals cannot be differentiated: of torch.func's transforms, only vmap can be applied to this function"
 ADVICE = {  # what to do about a tensor that a recorded graph cannot contain

@@ -27,6 +27,7 @@ from .outputs import Outputs
 from .per_sample import ggn_mc_per_sample
 from .rows import MAX_NUMBERS, Diagonals
 
+__all__ = ["estimate", "names"]
 MAX_ROWS = 256  # vectors in one batched backward pass
 
 

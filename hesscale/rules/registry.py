@@ -89,8 +89,11 @@ class Rule:
 
 
 RULES: dict[str, Rule] = {}
-BL89: dict[str, Rule] = {}  # what the method "bl89" replaces
-COMPLEX: dict[str, Rule] = {}  # for nodes that take or make complex tensors; see complex_numbers
+"""The rule of each autograd node, by the node's name."""
+BL89: dict[str, Rule] = {}
+"""The rules that the method ``"bl89"`` uses in place of those in `RULES`."""
+COMPLEX: dict[str, Rule] = {}
+"""The rules of nodes that take or make complex tensors; see :mod:`hesscale.rules.complex_numbers`."""
 
 
 class Final(str):
@@ -102,7 +105,6 @@ KERNEL = (
     "F.scaled_dot_product_attention in its place, under torch.nn.attention.sdpa_kernel(SDPBackend.MATH) if it has to; build a "
     "Hugging Face model with attn_implementation='eager'"
 )
-# What gets no rule, by a part of its name, and what to do instead.
 REFUSED: dict[str, str] = {
     "CompiledFunctionBackward": "a model under torch.compile hides its operators. Compile the whole step with "
     "hesscale.compile_step, pass the model before torch.compile, or run this forward pass under "
@@ -135,6 +137,7 @@ REFUSED: dict[str, str] = {
     "NestedTensor": "nested tensors have no curvature rules. Use padded ones with a mask",
     "Complex": "complex tensors have curvature rules for few operators. Carry real and imaginary parts as two real tensors",
 }
+"""What gets no rule, by a part of the node's name, and what to do instead."""
 
 
 def rule(*names: str, table: dict[str, Rule] | None = None, **facts: Any) -> Callable[[F], F]:

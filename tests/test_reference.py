@@ -1,0 +1,29 @@
+"""The reference is complete: every public name has a docstring and is on a page of docs/api."""
+
+from __future__ import annotations
+
+import pydoc
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import hesscale
+
+PAGES = sorted((Path(__file__).parent.parent / "docs/api").glob("*.md"))
+DOCUMENTED = [name for page in PAGES for name in re.findall(r"^::: (\S+)$", page.read_text(encoding="utf-8"), re.MULTILINE)]
+MODULES = [hesscale, hesscale.optim, hesscale.estimators, hesscale.losses, hesscale.func, hesscale.rules]
+PUBLIC = [(module, name) for module in MODULES for name in module.__all__]
+
+
+@pytest.fixture(scope="module")
+def documented() -> list[object]:
+    return [pydoc.locate(name) for name in DOCUMENTED]
+
+
+@pytest.mark.parametrize(("module", "name"), PUBLIC, ids=lambda part: part.__name__ if isinstance(part, ModuleType) else part)
+def test_public_names_are_documented(module, name, documented):
+    found = getattr(module, name)
+    assert any(found is one for one in documented), f"add '::: {module.__name__}.{name}' to a page of docs/api"
+    assert isinstance(found, dict) or found.__doc__, f"{module.__name__}.{name} has no docstring"
