@@ -25,25 +25,16 @@ def mean_return(model: PPO, episodes: int = 10) -> float:
 
 def main(steps: int, seed: int) -> None:
     torch.set_num_threads(1)  # networks this small are slower on more
-    choice = {"optimizer_class": hesscale.AdaHesScale, "optimizer_kwargs": {"eps": 1e-8}}
-    model = PPO(
-        "MlpPolicy",
-        gym.make("CartPole-v1"),
-        n_steps=512,
-        policy_kwargs=choice,
-        seed=seed,
-        device="cpu",
-    )
+    CurvaturePPO = hesscale.sb3.with_curvature(PPO, hesscale.AdaHesScale, eps=1e-8)
+    model = CurvaturePPO("MlpPolicy", gym.make("CartPole-v1"), n_steps=512, seed=seed, device="cpu")
     print(f"before: return {mean_return(model):.1f}")
-    with hesscale.capture(model.policy.optimizer):
-        model.learn(steps)
+    model.learn(steps)
     print(f"after {model.num_timesteps} steps: return {mean_return(model):.1f}")
 
     with tempfile.TemporaryDirectory() as folder:
         model.save(f"{folder}/agent")
-        model = PPO.load(f"{folder}/agent", env=gym.make("CartPole-v1"), device="cpu")
-    with hesscale.capture(model.policy.optimizer):  # loading made another optimizer
-        model.learn(steps // 4, reset_num_timesteps=False)
+        model = CurvaturePPO.load(f"{folder}/agent", env=gym.make("CartPole-v1"), device="cpu")
+    model.learn(steps // 4, reset_num_timesteps=False)
     print(f"loaded, after {model.num_timesteps} steps: return {mean_return(model):.1f}")
 
 

@@ -3,7 +3,7 @@
     pip install -c constraints.txt -e ".[integrations]"
     python examples/sb3_sac.py --steps 3000
 
-The temperature has an optimizer of its own, torch's Adam, which SB3 lets nobody choose. It is not captured.
+The temperature has an optimizer of its own, torch's Adam, which SB3 lets nobody choose.
 """
 
 from __future__ import annotations
@@ -23,21 +23,18 @@ def mean_return(model: SAC, episodes: int = 10) -> float:
 
 def main(steps: int, seed: int, step_size: float = 1e-3) -> None:
     torch.set_num_threads(1)
-    model = SAC(
+    CurvatureSAC = hesscale.sb3.with_curvature(SAC, hesscale.AdaHesScale)
+    model = CurvatureSAC(
         "MlpPolicy",
         "Pendulum-v1",
         learning_rate=step_size,
         learning_starts=min(500, steps // 2),
-        policy_kwargs={
-            "net_arch": [64, 64],
-            "optimizer_class": hesscale.AdaHesScale,
-        },
+        policy_kwargs={"net_arch": [64, 64]},
         seed=seed,
         device="cpu",
     )
     print(f"before: return {mean_return(model):.1f}")
-    with hesscale.capture(model.actor.optimizer, model.critic.optimizer):
-        model.learn(steps)
+    model.learn(steps)
     print(f"after {steps} steps: return {mean_return(model):.1f}")
 
 

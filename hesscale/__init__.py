@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import estimators, func, losses, optim, rules
+from . import estimators, func, losses, optim, rules, sb3
 from .compile.step import compile_step
 from .engine.backward import backward, grad
 from .errors import CompileWarning, CurvatureWarning, NonFiniteError, UnsupportedOperator
@@ -34,5 +34,6 @@ __all__ = [
     "optim",
     "register_rule",
     "rules",
+    "sb3",
 ]
 __version__ = "0.1.0"

@@ -18,7 +18,7 @@ from typer.testing import CliRunner  # noqa: E402
 
 from hesscale.errors import NonFiniteError  # noqa: E402
 from hesscale.experiments.cli import app  # noqa: E402
-from hesscale.experiments.lab.store import Store  # noqa: E402
+from hesscale.experiments.lab.store import DamagedRun, Store  # noqa: E402
 from hesscale.experiments.rl import evaluate as module  # noqa: E402
 from hesscale.experiments.rl.a2c import A2C  # noqa: E402
 from hesscale.experiments.rl.config import Config  # noqa: E402
@@ -208,18 +208,37 @@ def test_files_with_another_policy_are_refused(path, changes, message):
 
 def test_files_that_hold_no_policy_are_refused(tmp_path):
     for content, message in (
-        (b"", "damaged, or neither a policy nor a checkpoint"),
         ([1], "has no policy of hesscale rl"),
         ({"run": "", "state": {"weights": 1}, "rows": 0, "digest": ""}, "has no policy of hesscale rl"),
-        ({"code": Drift}, "damaged, or neither"),  # loading it would need code
     ):
-        (tmp_path / "some.pt").write_bytes(b"") if content == b"" else torch.save(content, tmp_path / "some.pt")
+        torch.save(content, tmp_path / "some.pt")
         with pytest.raises(ValueError, match=f"some.pt .*{message}"):
             load_policy(tmp_path / "some.pt")
+    torch.save({"code": Drift}, tmp_path / "code.pt")  # loading it would need code
+    (tmp_path / "empty.pt").write_bytes(b"")
+    for name in ("code.pt", "empty.pt"):
+        with pytest.raises(DamagedRun, match=r"damaged, or neither a policy nor a checkpoint; .* remove the run's directory"):
+            load_policy(tmp_path / name)
     with pytest.raises(FileNotFoundError, match="nowhere is not there"):
         load_policy(tmp_path / "nowhere")
     with pytest.raises(FileNotFoundError, match=r"neither policy.pt nor checkpoint.pt in it; a run of hesscale rl leaves"):
         load_policy(tmp_path)
+
+
+def test_a_flipped_bit_in_a_policy_changes_no_weight_or_is_reported(path):
+    content, expected = path.read_bytes(), load_policy(path)
+    for position in range(0, len(content), len(content) // 100):
+        changed = bytearray(content)
+        changed[position] ^= 1 << position % 8
+        path.write_bytes(changed)
+        try:
+            found = load_policy(path)
+        except DamagedRun:
+            continue
+        torch.testing.assert_close(found.agent.state_dict(), expected.agent.state_dict(), rtol=0, atol=0)
+        assert (found.config, found.steps) == (expected.config, expected.steps)
+        assert (found.mean == expected.mean).all()
+        assert (found.variance == expected.variance).all()
 
 
 def test_environments_that_the_policy_does_not_fit_are_refused(path):

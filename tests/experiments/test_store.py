@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 import toy_experiment
+from torch.utils._pytree import tree_map
 from toy_experiment import EXPERIMENT, Task, numbers
 
 from hesscale.experiments.lab import locks
@@ -269,6 +270,40 @@ def test_a_finished_run_that_is_torn_gives_no_result(tmp_path, damage):
         store.result("toy", TASK)
     with pytest.raises(DamagedRun, match=str(path)):
         EXPERIMENT.do(store, TASK, None)
+
+
+def plain(value):
+    """The value with lists of all digits in place of tensors."""
+    return str(tree_map(lambda leaf: leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf, value))
+
+
+def with_bit_flipped(content: bytes, position: int) -> bytes:
+    changed = bytearray(content)
+    changed[position] ^= 1 << position % 8
+    return bytes(changed)
+
+
+@pytest.mark.parametrize("checksums", [True, False], ids=["torch's default", "set_crc32_options(False)"])
+def test_a_flipped_bit_changes_no_number_or_is_reported(tmp_path, checksums):
+    """Torch alone would load other numbers from most of these files."""
+    torch.serialization.set_crc32_options(checksums)
+    try:
+        path = half_done(Store(tmp_path)) / "checkpoint.pt"
+    finally:
+        torch.serialization.set_crc32_options(True)
+    content, expected = path.read_bytes(), plain(run_module.load_checkpoint(path))
+    reported = 0
+    positions = range(0, len(content), max(1, len(content) // 200))
+    for position in positions:
+        path.write_bytes(with_bit_flipped(content, position))
+        try:
+            assert plain(run_module.load_checkpoint(path)) == expected, f"bit {position % 8} of byte {position}"
+        except DamagedRun as error:
+            assert f"{path} cannot be read" in str(error)  # noqa: PT017
+            assert "remove it to begin this run again" in str(error)  # noqa: PT017
+            reported += 1
+    assert len(positions) >= 60
+    assert reported > 30
 
 
 CHANGES = {

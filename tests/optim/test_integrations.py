@@ -64,6 +64,7 @@ AGENTS = {
     "A2C": ("CartPole-v1", {}, 40),
     "DQN": ("CartPole-v1", {"learning_starts": 40, "learning_rate": 1e-4}, 80),
     "SAC": ("Pendulum-v1", {"learning_starts": 20}, 40),
+    "TD3": ("Pendulum-v1", {"learning_starts": 20}, 40),
 }
 
 
@@ -80,7 +81,7 @@ def make_agent(name, optimizer, changes=None, **options):
 
 def parts_of(agent):
     """Its networks that have an optimizer one can choose."""
-    return [agent.actor, agent.critic] if hasattr(agent, "ent_coef_optimizer") else [agent.policy]
+    return [agent.actor, agent.critic] if hasattr(agent, "actor") else [agent.policy]
 
 
 def learn(agent, steps, **options):
@@ -121,7 +122,7 @@ def test_stable_baselines3_gets_the_gradients_it_always_got(name):
 
     A large eps and no clipping, since Adam and clipping would both hide a gradient that is off by a factor.
     """
-    changes = {"learning_rate": 1e-2} | ({} if name == "SAC" else {"max_grad_norm": 1e9})
+    changes = {"learning_rate": 1e-2} | ({} if name in ("SAC", "TD3") else {"max_grad_norm": 1e9})
     agent, steps = make_agent(name, hesscale.Adam, changes, eps=0.1, trust_radius=NO_LIMIT)
     learn(agent, steps)
     reference, _ = make_agent(name, torch.optim.Adam, changes, eps=0.1)
@@ -135,6 +136,40 @@ def test_stable_baselines3_without_the_block_says_what_to_do():
     agent, steps = make_agent("A2C", hesscale.AdaHesScale)
     with pytest.raises(RuntimeError, match=r"with hesscale\.capture\(optimizer\)"):
         agent.learn(steps)
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_with_curvature_is_the_optimizer_and_the_block(name, tmp_path):
+    """Also after it was saved and loaded, and with a step size that falls."""
+    sb3 = pytest.importorskip("stable_baselines3")
+    gym = pytest.importorskip("gymnasium")
+    env, settings, steps = AGENTS[name]
+    options, settings = {"eps": 1e-5, "trust_radius": 1e-3}, settings | {"learning_rate": lambda left: 1e-4 * left}
+    reference, _ = make_agent(name, hesscale.AdaHesScale, settings, **options)
+    learn(reference, steps)
+    algorithm = hesscale.sb3.with_curvature(getattr(sb3, name), hesscale.AdaHesScale, **options)
+    agent = algorithm("MlpPolicy", gym.make(env), policy_kwargs={"net_arch": [16, 16]}, seed=0, device="cpu", **settings)
+    agent.learn(steps)
+    for part, other in zip(parts_of(agent), parts_of(reference), strict=True):
+        assert_equal(part.parameters(), other.parameters())
+
+    agent.save(tmp_path / "agent")
+    loaded = algorithm.load(tmp_path / "agent", env=gym.make(env), device="cpu")
+    loaded.set_parameters(agent.get_parameters())
+    before = [copies(part) for part in parts_of(loaded)]
+    loaded.learn(steps, reset_num_timesteps=False)
+    for part, start in zip(parts_of(loaded), before, strict=True):
+        assert_trained(part, start, part.optimizer)
+
+
+def test_with_curvature_refuses_what_it_cannot_use():
+    sb3 = pytest.importorskip("stable_baselines3")
+    with pytest.raises(TypeError, match=r"not <class 'torch\.optim\.adam\.Adam'>"):
+        hesscale.sb3.with_curvature(sb3.PPO, torch.optim.Adam)
+    with pytest.raises(TypeError, match="Create the agent from what it returns"):
+        hesscale.sb3.with_curvature(make_agent("A2C", torch.optim.Adam)[0], hesscale.AdaHesScale)
+    with pytest.raises(TypeError, match="pass learning_rate to the algorithm"):
+        hesscale.sb3.with_curvature(sb3.PPO, hesscale.AdaHesScale, lr=1e-3)
 
 
 @pytest.mark.slow

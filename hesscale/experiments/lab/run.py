@@ -18,8 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from .archives import load_archive, save_archive
 from .files import write_whole
 from .locks import is_same_file, lock
 from .machine import commit, machine
@@ -187,10 +186,10 @@ class Run:
 
     def save(self, saved: dict[str, Any], path: Path) -> None:
         """Save a state. The first one is loaded again as a check, so a state that cannot be loaded fails at once."""
-        torch.save(saved, path)
+        save_archive(saved, path)
         if not self.has_saved:
             try:
-                torch.load(path, weights_only=True)
+                load_archive(path)
             except Exception as error:  # torch may raise anything
                 raise TypeError(f"a checkpoint must be of tensors, numbers and text, in lists and dicts ({error})") from None
         self.has_saved = True
@@ -230,10 +229,10 @@ def check_identity(directory: Path, facts: Mapping[str, Any]) -> None:
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
     try:
-        saved = torch.load(path, weights_only=True)
+        saved = load_archive(path)
         if not isinstance(saved, dict) or saved.keys() != {"run", "state", "rows", "digest"}:
             raise ValueError("it is not a checkpoint of a run")
-    except Exception as error:  # torch may raise anything for an incomplete file
+    except Exception as error:  # torch may raise anything for a damaged file
         raise DamagedRun(f"{path} cannot be read ({error}); remove it to begin this run again") from None
     return saved
 

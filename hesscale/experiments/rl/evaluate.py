@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from ...errors import NonFiniteError
+from ..lab.archives import load_archive, save_archive
 from ..lab.files import write_whole
+from ..lab.run_database import DamagedRun
 from .config import Config
 from .mujoco_state import is_mujoco
 from .networks import Agent, AgentBatch, Array, Categorical, Gaussian, action_generator
@@ -70,7 +71,7 @@ def save_policy(path: Path, policy: Mapping[str, Any]) -> None:
     """Write the parts of a :class:`Policy`: ``config`` (its fields), ``agent`` (a state dict), ``seen`` (mean, variance and
     count of observations) and ``steps``."""
     saved = {"format": FORMAT, **{name: policy[name] for name in PARTS}}
-    write_whole(path, lambda partial: torch.save(saved, partial))
+    write_whole(path, lambda partial: save_archive(saved, partial))
 
 
 def load_policy(path: Path | str) -> Policy:
@@ -78,13 +79,17 @@ def load_policy(path: Path | str) -> Policy:
 
     Raises:
         FileNotFoundError: if there is none.
+        DamagedRun: if the file cannot be read.
         ValueError: if the file is something else.
     """
     path = file_of(Path(path))
     try:
-        saved = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception:  # whatever torch makes of it
-        raise ValueError(f"{path} cannot be read: it is damaged, or neither a policy nor a checkpoint") from None
+        saved = load_archive(path, "cpu")
+    except Exception as error:  # whatever torch makes of it
+        raise DamagedRun(
+            f"{path} cannot be read ({error}): it is damaged, or neither a policy nor a checkpoint; "
+            "if it is of a run, remove the run's directory and do the run again"
+        ) from None
     if isinstance(saved, dict) and isinstance(saved.get("state"), dict):  # a checkpoint of a run
         saved = saved["state"].get("learning")
     elif isinstance(saved, dict) and saved.get("format") != FORMAT and "format" in saved:

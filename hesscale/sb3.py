@@ -1,0 +1,60 @@
+"""Algorithms of Stable-Baselines3 with an optimizer of hesscale. Importing this module does not import Stable-Baselines3."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from .optim import CurvatureOptimizer
+from .optim.capture import capture
+
+Algorithm = TypeVar("Algorithm")
+
+
+def with_curvature(algorithm: type[Algorithm], optimizer: type[CurvatureOptimizer], **optimizer_kwargs: Any) -> type[Algorithm]:
+    """The algorithm, a class such as ``stable_baselines3.PPO``, with this optimizer and the Hessian diagonals that it needs.
+
+    The result is a subclass. It is used like the algorithm itself, with ``learn``, ``save``, ``load`` and ``set_parameters``.
+    The optimizer trains every network whose optimizer Stable-Baselines3 lets one choose: the policy of PPO, A2C and DQN, the
+    actor and the critic of SAC and TD3. The temperature of SAC stays with torch's Adam. Load agents with this class too: the
+    algorithm itself computes no curvature, and the first step of the optimizer then raises an error.
+
+    Args:
+        algorithm: a class of Stable-Baselines3, or one that follows its interface.
+        optimizer: a class of ``hesscale.optim``.
+        optimizer_kwargs: options of the optimizer, except for ``lr``: the algorithm's ``learning_rate``, which may be a schedule,
+            sets that.
+
+    Example:
+        ``PPO = hesscale.sb3.with_curvature(stable_baselines3.PPO, hesscale.AdaHesScale, eps=1e-8)``
+    """
+    if not (isinstance(optimizer, type) and issubclass(optimizer, CurvatureOptimizer)):
+        raise TypeError(
+            f"with_curvature takes a class of hesscale.optim as optimizer, such as hesscale.AdaHesScale, not {optimizer!r}"
+        )
+    if not (isinstance(algorithm, type) and hasattr(algorithm, "train")):
+        raise TypeError(
+            "with_curvature takes a class of Stable-Baselines3, such as PPO, and returns one; "
+            f"{algorithm!r} is not such a class. Create the agent from what it returns"
+        )
+    if "lr" in optimizer_kwargs:
+        raise TypeError("with_curvature takes no lr; pass learning_rate to the algorithm")
+    base: Any = algorithm
+
+    class WithCurvature(base):  # type: ignore[misc]
+        def __init__(self, *args: Any, policy_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+            choice = {"optimizer_class": optimizer, "optimizer_kwargs": dict(optimizer_kwargs)}
+            super().__init__(*args, policy_kwargs={**choice, **(policy_kwargs or {})}, **kwargs)
+
+        def train(self, *args: Any, **kwargs: Any) -> None:
+            with capture(*curvature_optimizers(self.policy)):
+                super().train(*args, **kwargs)
+
+    WithCurvature.__name__, WithCurvature.__doc__ = algorithm.__name__, algorithm.__doc__
+    WithCurvature.__qualname__ = algorithm.__qualname__
+    return WithCurvature
+
+
+def curvature_optimizers(policy: Any) -> list[CurvatureOptimizer]:
+    """The optimizers of a policy and of its networks that use curvature."""
+    found = [getattr(module, "optimizer", None) for module in policy.modules()]
+    return [optimizer for optimizer in dict.fromkeys(found) if isinstance(optimizer, CurvatureOptimizer)]
