@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 from .optim import CurvatureOptimizer
 from .optim.capture import capture
 
+__all__ = ["with_curvature"]
 Algorithm = TypeVar("Algorithm")
 
 
