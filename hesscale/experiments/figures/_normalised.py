@@ -46,6 +46,11 @@ class Method(NamedTuple):
         radius = "" if self.trust_radius is None else f", Δ = {compact(self.trust_radius)}"
         return AGENT_OPTIMIZERS[self.optimizer].label + radius
 
+    @property
+    def colour(self) -> str | None:
+        """The optimizer's own colour; None where several radii need several colours."""
+        return AGENT_OPTIMIZERS[self.optimizer].colour if self.trust_radius is None else None
+
 
 Cell = tuple[Method, float]  # a method and a step size
 

@@ -97,7 +97,7 @@ def environment_plot(scores: Scores, kinds: Sequence[Method], algo: str, end: st
     for method in kinds:
         points = scores.means(method)
         low, high = ([at.mean + sign * (at.error or 0) for at in points.values()] for sign in (-1, 1))
-        series.append(Series(method.label, list(points), [at.mean for at in points.values()], low, high))
+        series.append(Series(method.label, list(points), [at.mean for at in points.values()], low, high, colour=method.colour))
     title = f"{algo.upper()} on {scores.env}"
     caption = f"0 is a return of {scores.low:.1f} and 1 of {scores.high:.1f}. Mean and standard error over seeds."
     return Plot(f"{algo}-{scores.env}{end}", title, series, "step size", "normalised return", log_x=True, caption=caption)
@@ -108,7 +108,7 @@ def aggregate_plot(over_all: dict[Method, dict[float, Estimate]], count: int, al
     for method, points in over_all.items():
         ends = [at.interval or (at.iqm, at.iqm) for at in points.values()]
         low, high = [low for low, _ in ends], [high for _, high in ends]
-        series.append(Series(method.label, list(points), [at.iqm for at in points.values()], low, high))
+        series.append(Series(method.label, list(points), [at.iqm for at in points.values()], low, high, colour=method.colour))
     title = f"{algo.upper()} over {count} environment{'s' if count > 1 else ''}"
     caption = (
         "Interquartile mean over all seeds and environments, with 95 % intervals of a stratified bootstrap "
