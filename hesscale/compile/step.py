@@ -74,7 +74,7 @@ def compile_step(
         )
     if backend != "eager" and any(is_sharded(p) for p in model.parameters()):
         raise ValueError(
-            "a compiled step cannot gather parameters that fully_shard (FSDP2) has sharded. Pass backend='eager', or train with "
+            "compile_step cannot gather parameters that fully_shard (FSDP2) has sharded. Pass backend='eager', or train with "
             "optimizer.backward(loss) and optimizer.step()"
         )
     return CompiledStep(model, loss_fn, FunctionalOptimizer(optimizer, options), Training(backend, cuda_graph))

@@ -7,7 +7,7 @@ pass, and ``hess_diag`` of a sharded parameter is a DTensor like its ``.grad``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -72,7 +72,10 @@ class ShardedPass:
         self.groups = groups
         self.wanted: set[int] | None = None  # the ids of the parameters to fill; None for all
         self.by_leaf = {
-            id(param._unsharded_param): param for group in groups for param in group.fsdp_params if hasattr(param, "_unsharded_param")
+            id(param._unsharded_param): param
+            for group in groups
+            for param in group.fsdp_params
+            if hasattr(param, "_unsharded_param")
         }
         self.starts_afresh: dict[int, bool] = {}
 

@@ -116,7 +116,9 @@ def check_data(leaf: Tensor) -> None:
     except NotImplementedError as error:  # of tensors that are sparse or in a layout of their own
         raise UnsupportedOperator(f"a parameter has the layout {leaf.layout}. {REFUSED['Sparse']}") from error
     if is_missing and not is_gathered([leaf]):  # fully_shard brings the data back before the pass needs it
-        raise UnsupportedOperator("a parameter has no data, as under FSDP after the forward pass; this kind of FSDP is not supported")
+        raise UnsupportedOperator(
+            "a parameter has no data, as under FSDP after the forward pass; this kind of FSDP is not supported"
+        )
 
 
 def is_constant_product(node: Node, rule: Rule) -> bool:

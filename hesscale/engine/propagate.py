@@ -70,7 +70,9 @@ class Propagation:
         self.loss = loss
         self.product_dtype = curvature_dtype
         self.uses_double_backward = head != "rules" and method != "bl89"
-        if self.shards is not None and ((self.uses_double_backward and self.schedule.head.inexact) or self.schedule.uses_brute_force):
+        if self.shards is not None and (
+            (self.uses_double_backward and self.schedule.head.inexact) or self.schedule.uses_brute_force
+        ):
             raise UnsupportedOperator(SHARDED_HEAD)
         self.graph_task: int | None = None
         self.diagonals: dict[TensorKey, Tensor] = {}

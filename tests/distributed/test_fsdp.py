@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from processes import run
-from test_ddp import GPT, STEPS, Branches, batch, count_sent, loss_of, part, perceptron
+from test_ddp import GPT, ROOT, STEPS, Branches, batch, count_sent, loss_of, part, perceptron, torchrun
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -18,7 +18,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor, Shard
 
 import hesscale
-from hesscale.distributed import fully_sharded
 
 
 class Tied(nn.Module):
@@ -279,6 +278,78 @@ def test_nothing_more_is_sent_between_curvature_updates(ranks):
         assert {count for step, count in enumerate(sent) if step % 3 == 0} == {plain + 1}  # one group of parameters
 
 
+def refusals(rank):
+    """What is said about what is not supported, and whether something has changed by then."""
+    found = {}
+    model = build(perceptron, rank)
+    x, y = batch((4,), 0)
+    optimizer = hesscale.AdaHesScale(model.parameters())
+    compiling = partial(hesscale.compile_step, model, loss_of, optimizer)
+    scaling = partial(optimizer.backward, loss_of(model, x, y), scaler=torch.amp.GradScaler("cpu"))
+    entropy = -(model(x).softmax(-1) * model(x).log_softmax(-1)).sum()
+    calls = {"compile_step": compiling, "gradient scaler": scaling, "head='rules'": partial(hesscale.backward, entropy)}
+    for name, call in calls.items():
+        found[name] = refused(model, call)
+    settings = {
+        "HSDP": {"mesh": init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))},
+        "CPUOffloadPolicy": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    }
+    for name, options in settings.items():
+        model = fully_shard(perceptron(), **options)
+        loss = loss_of(model, x, y)
+        found[name] = refused(model, partial(hesscale.backward, loss))
+    return found
+
+
+def refused(model, call):
+    try:
+        call()
+    except (hesscale.UnsupportedOperator, ValueError) as error:
+        return str(error), any(p.grad is not None or getattr(p, "hess_diag", None) is not None for p in model.parameters())
+    return "", True
+
+
+def in_bfloat16(rank):
+    """Parameters in float32 that modules use in bfloat16: the mean of what each part gives in a model in bfloat16."""
+    model = build(perceptron, None).float()
+    low = copy.deepcopy(model).bfloat16()
+    expected = []
+    for k in range(dist.get_world_size()):
+        x, y = mine(batch((4,), 0), k)
+        low.zero_grad()
+        hesscale.backward(loss_of(low, x.bfloat16(), y))
+        expected.append([p.hess_diag.float() for p in low.parameters()])
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+    x, y = mine(batch((4,), 0), rank)
+    hesscale.backward(loss_of(model, x.float(), y))
+    return diagonals_of(model), [torch.stack(parts).mean(0) for parts in zip(*expected, strict=True)]
+
+
+def by_columns(rank):
+    """Matrices that are sharded by columns."""
+    model = build(perceptron, None)
+    if rank is not None:
+        fully_shard(model, shard_placement_fn=lambda p: Shard(p.dim() - 1) if p.shape[-1] % 2 == 0 else Shard(0))
+    hesscale.backward(loss_of(model, *mine(batch((4,), 0), rank)))
+    return diagonals_of(model)
+
+
+def others(rank):
+    return refusals(rank), in_bfloat16(rank), by_columns(rank)
+
+
+def test_other_settings_are_refused_or_right():
+    before = torch.get_default_dtype()
+    expected = by_columns(None)
+    for said, (found, mean), columns in run(others):
+        for name, (message, has_changed) in said.items():
+            assert name in message, name
+            assert not has_changed, name
+        torch.testing.assert_close(found, mean, rtol=2e-2, atol=1e-4)
+        torch.testing.assert_close(columns, expected, rtol=1e-9, atol=1e-12)
+    torch.set_default_dtype(before)
+
+
 @pytest.mark.parametrize("world_size", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_checkpoint_is_loaded_in_another_number_of_processes(world_size, tmp_path):
     before = torch.get_default_dtype()
@@ -288,3 +359,8 @@ def test_a_checkpoint_is_loaded_in_another_number_of_processes(world_size, tmp_p
     torch.set_default_dtype(before)
     for rank in found:
         torch.testing.assert_close(rank, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_the_example_runs():
+    assert "after 5 steps on 2 processes" in torchrun(ROOT / "examples/fsdp_gpt.py", "--steps", "5")
