@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..distributed.replicas import is_replicated
+from ..distributed.shards import is_sharded
 from ..optim import CurvatureOptimizer
 from .dynamo import Captured, ForwardGraph, NotCaptured, Runner, TooManyGraphs
 from .graph_step import ModelStep, Training
@@ -70,6 +71,11 @@ def compile_step(
         raise ValueError(
             "a compiled step cannot average gradients and Hessian diagonals over the processes of DistributedDataParallel. Pass "
             "backend='eager', or train with optimizer.backward(loss) and optimizer.step()"
+        )
+    if backend != "eager" and any(is_sharded(p) for p in model.parameters()):
+        raise ValueError(
+            "compile_step cannot gather parameters that fully_shard (FSDP2) has sharded. Pass backend='eager', or train with "
+            "optimizer.backward(loss) and optimizer.step()"
         )
     return CompiledStep(model, loss_fn, FunctionalOptimizer(optimizer, options), Training(backend, cuda_graph))
 

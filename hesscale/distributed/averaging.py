@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import CurvatureWarning, UnsupportedOperator
 from .replicas import replicated_modules
+from .sharding import is_gathered
 
 if TYPE_CHECKING:
     from torch.distributed import Work
@@ -86,8 +87,9 @@ class AveragedPass(AbstractContextManager[None]):
                     held = {id(p) for p in replica.params}
                     others = [tensor for also in self.also for p, tensor in also() if id(p) in held]
                     all_reduce_mean(others, replica.group, None)
-            if self.collectives is not None and count_collectives(distributed.group.WORLD) != self.collectives:
-                warnings.warn(UNKNOWN, CurvatureWarning, stacklevel=3)
+            if self.collectives in (None, count_collectives(distributed.group.WORLD)) or is_gathered(self.leaves()):
+                return  # there were none, or they are FSDP's
+            warnings.warn(UNKNOWN, CurvatureWarning, stacklevel=3)
 
 
 def is_distributed() -> bool:

@@ -1,6 +1,7 @@
-"""Errors for parameters that are sharded over processes.
+"""Errors for parameters that are sharded over processes in a way that is not supported.
 
-FSDP moves their gradients to other tensors after the pass, but would not move their Hessian diagonals.
+FSDP moves their gradients to other tensors after the pass. :mod:`hesscale.distributed.fully_sharded` moves the Hessian diagonals
+of a backward pass under ``fully_shard`` in the same way. Nothing does so elsewhere.
 """
 
 from __future__ import annotations
@@ -12,16 +13,24 @@ from typing import Any
 from torch import Tensor, distributed
 
 from ..errors import UnsupportedOperator
+from .shards import is_sharded
 
-FSDP = (
-    "{} has sharded a parameter of this model. Hessian diagonals of sharded parameters are not supported: they would be lost "
-    "when the gradients are sharded again. No .grad or .hess_diag has changed. Train the model without FSDP, for example under "
-    "DistributedDataParallel"
+FSDP1 = (
+    "FullyShardedDataParallel (FSDP) has sharded a parameter of this model. Its Hessian diagonals are not supported: they would "
+    "be lost when the gradients are sharded again. No .grad or .hess_diag has changed. Shard the model with "
+    "torch.distributed.fsdp.fully_shard, or train it under DistributedDataParallel"
+)
+
+FSDP2 = (
+    "fully_shard (FSDP2) has sharded a parameter of this model. hesscale.backward without inputs=, and optimizer.backward of "
+    "AdaHesScale, AdaHesScaleGN, BL89 and Adam compute Hessian diagonals of such parameters. hesscale.grad, the estimators, "
+    "AdaHessian, GGNMC, SophiaG, calibrate_every and a second optimizer in hesscale.capture are not supported. No .grad or "
+    ".hess_diag has changed"
 )
 
 DTENSOR = (
     "a parameter is a DTensor, as under tensor parallelism. Its Hessian diagonal is not supported. No .grad or .hess_diag has "
-    "changed. Train the model under DistributedDataParallel"
+    "changed. Train the model under fully_shard or DistributedDataParallel"
 )
 
 
@@ -30,26 +39,47 @@ def check_unsharded(leaves: Iterable[Tensor]) -> None:
     if not distributed.is_available() or not distributed.is_initialized():
         return
     leaves = list(leaves)
+    check_plain(leaves)
+    if is_gathered(leaves):
+        raise UnsupportedOperator(FSDP2)
+
+
+def check_plain(leaves: list[Tensor]) -> None:
+    """Raise if one of these leaves is a DTensor or belongs to FSDP1."""
     if any(getattr(leaf, "_is_flat_param", False) for leaf in leaves):
-        raise UnsupportedOperator(FSDP.format("FullyShardedDataParallel (FSDP)"))
-    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
-    if kind is not None and any(isinstance(leaf, kind) for leaf in leaves):
+        raise UnsupportedOperator(FSDP1)
+    if any(is_sharded(leaf) for leaf in leaves):
         raise UnsupportedOperator(DTENSOR)
-    gathered = {id(parameter) for parameter in gathered_parameters()}
-    if gathered and any(id(leaf) in gathered for leaf in leaves):
-        raise UnsupportedOperator(FSDP.format("fully_shard (FSDP2)"))
 
 
-def gathered_parameters() -> Iterator[Tensor]:
-    """The unsharded parameters that fully_shard gives to the modules of this process during a pass.
+def is_gathered(leaves: Iterable[Tensor]) -> bool:
+    """Whether fully_shard has gathered one of these leaves."""
+    gathered = {id(param._unsharded_param) for _, _, param in gathered_parameters()}
+    return bool(gathered) and any(id(leaf) in gathered for leaf in leaves)
 
-    Such a parameter has no mark of its own. PyTorch keeps a table of the modules' states, which refer to it.
+
+def gathered_parameters() -> Iterator[tuple[Any, Any, Any]]:
+    """FSDP's states, groups and parameters in this process, of those parameters that a module has used.
+
+    During a pass, fully_shard gives its modules unsharded parameters. These have no mark of their own. PyTorch keeps a table of
+    the modules' states, which refer to them.
     """
     states = sys.modules.get("torch.distributed._composable_state")
     for reference in list(getattr(states, "_module_state_mapping", {}).values()):
         state: Any = reference()
-        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-        for group in groups:
-            for parameter in getattr(group, "fsdp_params", ()):
-                if hasattr(parameter, "_unsharded_param"):
-                    yield parameter._unsharded_param
+        for group in groups_of(state):
+            for param in group.fsdp_params:
+                if hasattr(param, "_unsharded_param"):
+                    yield state, group, param
+
+
+def groups_of(state: Any) -> list[Any]:
+    """The groups of parameters that a state communicates together: one in earlier versions of PyTorch."""
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    return [group for group in groups if hasattr(group, "fsdp_params")]
+
+
+def leaf_ids(params: Iterable[Tensor]) -> set[int]:
+    """The ids of these parameters, and of what fully_shard puts in their place in graphs."""
+    ids = {id(p) for p in params}
+    return ids | {id(param._unsharded_param) for _, _, param in gathered_parameters() if id(param.sharded_param) in ids}

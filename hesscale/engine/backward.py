@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..distributed.averaging import averaged_with_gradients
+from ..distributed.sharding import check_unsharded
 from .arguments import as_tensors, check_loss
 from .nodes import leaves_of
 from .propagate import Propagation, accumulate, dense_copy
@@ -64,6 +65,8 @@ def backward(
     """
     check_loss(loss)
     requested = None if inputs is None else as_tensors(inputs, "inputs")
+    if requested is not None:
+        check_unsharded(leaves_of(loss))
     options = {"method": method, "outputs": outputs, "head": head, "fallback": fallback, "curvature_dtype": curvature_dtype}
     carry(lambda: torch.autograd.backward(loss, inputs=requested, retain_graph=retain_graph), loss, requested, **options)
 
@@ -74,9 +77,13 @@ def carry(run_backward: Callable[[], None], loss: Tensor, tensors: Sequence[Tens
     requested = propagation.requested
     afresh = {key: not (t.is_leaf or t.retains_grad) or t.grad is None for key, t in requested.items()}
     with averaged_with_gradients(partial(leaves_of, loss), options.get("curvature_dtype")):
+        if propagation.shards is not None:
+            propagation.shards.begin()
         with own_pass():
             propagation.run(run_backward)
         propagation.fill_uncurved_leaves()
+        if propagation.shards is not None:
+            propagation.shards.finish(options.get("curvature_dtype"))
         for key, tensor in requested.items():
             if tensor.grad is not None:
                 accumulate(tensor, propagation.diagonals.get(key), afresh[key], key in propagation.owned)

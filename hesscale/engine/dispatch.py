@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..distributed.sharding import is_gathered
 from ..errors import UnsupportedOperator
 from ..rules import BL89, COMPLEX, REFUSED, RULES, Rule, brute_force, custom_functions
 from ..rules.registry import Final, RuleFunction, Shares, summary_of
@@ -114,8 +115,10 @@ def check_data(leaf: Tensor) -> None:
         is_missing = not leaf.untyped_storage().nbytes() and leaf.numel()
     except NotImplementedError as error:  # of tensors that are sparse or in a layout of their own
         raise UnsupportedOperator(f"a parameter has the layout {leaf.layout}. {REFUSED['Sparse']}") from error
-    if is_missing:
-        raise UnsupportedOperator("a parameter has no data, as under FSDP after the forward pass; FSDP is not supported")
+    if is_missing and not is_gathered([leaf]):  # fully_shard brings the data back before the pass needs it
+        raise UnsupportedOperator(
+            "a parameter has no data, as under FSDP after the forward pass; this kind of FSDP is not supported"
+        )
 
 
 def is_constant_product(node: Node, rule: Rule) -> bool:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ..distributed.fully_sharded import sharded_pass
 from ..distributed.sharding import check_unsharded
 from ..errors import UnsupportedOperator
 from ..rules import brute_force
@@ -22,6 +23,11 @@ from .nodes import Node, edge_of
 from .schedule import Graph, Instruction, TensorKey, head_in, schedule_for, walk
 
 Result = TypeVar("Result")
+SHARDED_HEAD = (
+    "the Hessian diagonal at the model's outputs needs double backward for this loss (or fallback='exact' is used), which is not "
+    "supported under fully_shard (FSDP2). No .grad or .hess_diag has changed. Pass head='rules' to use the rules alone, which "
+    "are not exact there, or train the model under DistributedDataParallel"
+)
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
@@ -41,7 +47,11 @@ class Propagation:
         fills_leaves: bool = False,
     ) -> None:
         graph = walk(edge_of(loss)[0], method)
-        check_unsharded(graph.nodes[index].variable for index in graph.leaves.values())
+        leaves = (graph.nodes[index].variable for index in graph.leaves.values())
+        self.shards = sharded_pass(leaves) if fills_leaves else check_unsharded(leaves)
+        if self.shards is not None:
+            self.shards.wanted = None if requested is None else {id(tensor) for tensor in requested}
+            requested = None
         if fills_leaves and requested is not None and is_every_leaf(requested, graph.leaves):
             requested = None
         ends = output_edges(outputs, loss, graph.nodes)
@@ -51,6 +61,7 @@ class Propagation:
             None if ends is None else frozenset([(graph.index_of[node], i) for node, i in ends]),
             None if requested is None else frozenset(self.requested),
             (method, head, fallback, curvature_dtype),
+            is_fused=self.shards is None,
         )
         check_not_freed(graph.nodes, self.schedule.saved_attributes)
         self.kept = self.schedule.requested
@@ -59,6 +70,10 @@ class Propagation:
         self.loss = loss
         self.product_dtype = curvature_dtype
         self.uses_double_backward = head != "rules" and method != "bl89"
+        if self.shards is not None and (
+            (self.uses_double_backward and self.schedule.head.inexact) or self.schedule.uses_brute_force
+        ):
+            raise UnsupportedOperator(SHARDED_HEAD)
         self.graph_task: int | None = None
         self.diagonals: dict[TensorKey, Tensor] = {}
         self.owned: set[TensorKey] = set()  # where nothing else refers to the diagonal's memory
@@ -176,6 +191,8 @@ class Propagation:
     def fill_leaf(self, index: int, diagonal: Tensor | None, owned: bool) -> None:
         """Fill a parameter's hess_diag."""
         leaf, gradient, _ = self.leaves.pop(index)
+        if self.shards is not None and self.shards.takes(leaf, diagonal):
+            return
         accumulate(leaf, diagonal, gradient is None, owned)
 
     def fill_uncurved_leaves(self) -> None:

@@ -122,12 +122,19 @@ class Schedule:
     """Which rule serves which node, where the head is, and which nodes get a hook."""
 
     def __init__(
-        self, steps: Sequence[Step], head: Head, requested: frozenset[TensorKey], gauss_newton: bool, graph: Graph
+        self,
+        steps: Sequence[Step],
+        head: Head,
+        requested: frozenset[TensorKey],
+        gauss_newton: bool,
+        graph: Graph,
+        is_fused: bool = True,
     ) -> None:
         self.steps = [relabel_step(step, graph.index_of) for step in steps]
         self.head = relabel_head(head, graph.index_of)
         self.requested = requested
         self.gauss_newton = gauss_newton
+        self.is_fused = is_fused
         self.rules = {step.node: step.rule for step in self.steps}
         self.uses_brute_force = any(rule is brute_force.RULE for rule in self.rules.values())
         self.leaves = [step.node for step in self.steps if step.rule is None]
@@ -157,7 +164,8 @@ class Schedule:
             if step.node in superfluous:
                 continue
             instruction = self.instruction(step, unwanted, fused)
-            if consumers[step.node] < 2 and step.node not in must_wait and not self.waits_for_gradient(instruction):
+            waits = consumers[step.node] > 1 or step.node in must_wait or self.waits_for_gradient(instruction)
+            if not waits and (self.is_fused or step.rule is TRANSPOSE):
                 fused[step.node] = instruction
             else:
                 hooked.append(instruction)
@@ -200,13 +208,19 @@ def schedule_for(
     ends: frozenset[TensorKey] | None,
     requested: frozenset[TensorKey] | None,
     options: tuple[str, str, str, torch.dtype | None],
+    *,
+    is_fused: bool = True,
 ) -> Schedule:
-    """The schedule of a graph. The first node that no rule serves raises."""
-    key = graph.signature, ends, requested, options
+    """The schedule of a graph. The first node that no rule serves raises.
+
+    Args:
+        is_fused: whether a rule may run before the pass reaches its node. Under FSDP, a weight has no memory until then.
+    """
+    key = graph.signature, ends, requested, options, is_fused
     known = _schedules.get(key)
     if known is not None:
         return known
-    schedule = make_schedule(graph, ends, requested, options)
+    schedule = make_schedule(graph, ends, requested, options, is_fused)
     if schedule.uses_brute_force:
         return schedule  # it is made anew at every step, since that is what warns of brute force
     return _schedules.setdefault(key, schedule)
@@ -217,6 +231,7 @@ def make_schedule(
     ends: frozenset[TensorKey] | None,
     requested: frozenset[TensorKey] | None,
     options: tuple[str, str, str, torch.dtype | None],
+    is_fused: bool,
 ) -> Schedule:
     method, head, fallback, curvature_dtype = options
     check_choices(method=method, head=head, fallback=fallback, curvature_dtype=curvature_dtype)
@@ -228,7 +243,7 @@ def make_schedule(
     if method != "bl89" and (head != "rules" or method == "hesscale_gn"):
         stops = None if ends is None else {(graph.nodes[index], i) for index, i in ends}
         found = find_head(steps, stops, edges, is_bounded=head == "auto")
-    return Schedule(steps, found, keys, method == "hesscale_gn", graph)
+    return Schedule(steps, found, keys, method == "hesscale_gn", graph, is_fused)
 
 
 def relabel_step(step: Step, labels: Mapping[Node, int]) -> Step:

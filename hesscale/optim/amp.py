@@ -13,10 +13,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..distributed.shards import is_sharded
+from ..errors import UnsupportedOperator
 from .batches import Batch
 
 if TYPE_CHECKING:
     from .derivatives import DerivativeOptimizer
+
+SHARDED = (
+    "a gradient scaler is not supported with Hessian diagonals under fully_shard (FSDP2). Train in bfloat16, which needs none, "
+    "or under DistributedDataParallel"
+)
 
 
 @contextmanager
@@ -25,6 +32,8 @@ def unscaled_curvature(optimizer: DerivativeOptimizer, scale: Tensor | None) -> 
     if scale is None:
         yield
         return
+    if any(is_sharded(p) for p in optimizer.parameters()):
+        raise UnsupportedOperator(SHARDED)
     earlier = [(p, getattr(p, "hess_diag", None), p.grad is None) for p in optimizer.parameters()]
     for p, _, _ in earlier:
         p.hess_diag = None
@@ -51,6 +60,8 @@ def unscale(optimizer: DerivativeOptimizer, batches: list[Batch]) -> None:
     scale: Tensor | None = getattr(optimizer, "grad_scale", None)
     if scale is None and not hasattr(optimizer, "found_inf"):
         return
+    if any(batch.mesh is not None for batch in batches):
+        raise UnsupportedOperator(SHARDED)
     for batch in batches:
         if scale is not None:
             torch._foreach_div_(batch.gradients, scale.to(batch.gradients[0].device))

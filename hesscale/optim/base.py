@@ -15,7 +15,7 @@ from ..engine.arguments import check_choices
 from ..errors import CurvatureWarning, NonFiniteError
 from . import trust_region as algorithm_3
 from .amp import clear_scaler_attributes, unscale
-from .batches import Batch, collect, prepare_curvature
+from .batches import Batch, collect, is_initialization, prepare_curvature
 from .bounds import LONG_ENTRY, SAFE_DAMPING, SAFE_GRAFT, WATCHED_STEPS
 from .checkpoints import complete_loaded_state, picklable_attributes, upgrade_pickle
 from .derivatives import DerivativeOptimizer, is_profiled
@@ -186,7 +186,7 @@ class CurvatureOptimizer(DerivativeOptimizer):
             with torch.no_grad():
                 self.nonfinite_check.report_earlier_steps()
                 batches = collect(self, self._packing)
-                if batches and self.apply(batches):
+                if batches and not is_initialization(self, batches) and self.apply(batches):
                     self.count_step()
                     self._packing.pack(self, batches)
         except BaseException as error:
@@ -203,10 +203,11 @@ class CurvatureOptimizer(DerivativeOptimizer):
         unscale(self, batches)
         prepare_curvature(self, batches)  # of the unscaled curvature: this need not be linear
         derivatives = [t for batch in batches for t in (*batch.gradients, *batch.curvatures)]
-        mask = self.nonfinite_check.check(derivatives, getattr(self, "found_inf", None))
+        meshes = dict.fromkeys([batch.mesh for batch in batches if batch.mesh is not None])  # in the same order everywhere
+        mask = self.nonfinite_check.check(derivatives, getattr(self, "found_inf", None), meshes)
         if mask is not None and is_on_host(mask):
             return False
-        self.nonfinite_check.warn_if_zero([t for batch in batches for t in batch.curvatures])
+        self.nonfinite_check.warn_if_zero([t for batch in batches for t in batch.curvatures], meshes)
         for batch in batches:
             regularize(batch, mask)
             update_averages(batch, mask)

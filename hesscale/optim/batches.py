@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch._utils import _flatten_dense_tensors
 
+from ..distributed.shards import local_parts, shard_mesh
 from .bounds import needs_adam
 from .scalars import counter_dtype, is_on_host
 
@@ -37,6 +38,8 @@ class Batch:
     steps: list[Tensor] = field(default_factory=list)
     curvature_steps: list[Tensor] = field(default_factory=list)
     squares_gradient: bool = False  # whether the update divides by the root of ``gradient_squares``, as Adam's does
+    mesh: Any = None  # of DTensors; every list then holds this process's shards
+    numels: list[int] = field(default_factory=list)  # of the whole parameters, if there is a mesh
     pack: Pack | None = None  # if set, every list except ``params`` holds one flat tensor for all parameters
 
     def pack_like(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -45,7 +48,15 @@ class Batch:
 
     def sizes(self) -> list[Any]:
         """How many entries each parameter has, at least 1; for a pack, one tensor with all of these numbers."""
+        if self.mesh is not None:
+            return [max(1, count) for count in self.numels]
         return [max(1, p.numel()) for p in self.params] if self.pack is None else [self.pack.sizes.clamp_min(1)]
+
+    def replace_by_shards(self) -> None:
+        """Replace DTensors by this process's parts of them, which share their memory."""
+        self.numels = [p.numel() for p in self.params]
+        for name in ("params", "gradients", "curvatures", "momenta", "gradient_squares", "curvature_squares"):
+            setattr(self, name, local_parts(getattr(self, name)))
 
 
 def collect(optimizer: CurvatureOptimizer, packing: Packing) -> list[Batch]:
@@ -66,16 +77,21 @@ def collect_group(optimizer: CurvatureOptimizer, index: int, packing: Packing) -
     """The parameters of a group that is not packed."""
     group = optimizer.param_groups[index]
     batches: dict[object, Batch] = {}
+    may_shard = distributed.is_available() and distributed.is_initialized()
     for p in group["params"]:
         if p.grad is None:
             continue
         if p.grad.is_sparse:
             raise RuntimeError(f"{type(optimizer).__name__} takes dense gradients; build the embedding with sparse=False")
-        key = (p.device, p.dtype, id(p) if group["foreach"] is False else None)
+        mesh = shard_mesh(p) if may_shard else None
+        key = (p.device, p.dtype, id(p) if group["foreach"] is False else None, mesh)
         if key not in batches:
-            batches[key] = Batch(group, index, squares_gradient=optimizer.squares_gradient)
+            batches[key] = Batch(group, index, squares_gradient=optimizer.squares_gradient, mesh=mesh)
         add_parameter(batches[key], p, optimizer)
     found = list(batches.values())
+    for batch in found:
+        if batch.mesh is not None:
+            batch.replace_by_shards()
     if packing.is_enabled and any(is_on_host(batch.steps[0]) and float(batch.steps[0]) > 0 for batch in found):
         packing.pack(optimizer, found)  # the state was loaded: round as a run that was not interrupted would
         packed = packing.packed_batch(optimizer, index)
@@ -126,6 +142,17 @@ def state_tensor(state: dict[str, Any], name: str, p: Tensor) -> Tensor:
     return found
 
 
+def is_initialization(optimizer: CurvatureOptimizer, batches: list[Batch]) -> bool:
+    """Whether this step is torch.distributed.checkpoint's, which creates the state that it loads into.
+
+    It is a first step of size 0 with gradients that are 0 and no Hessian diagonals.
+    """
+    groups = optimizer.param_groups
+    if groups[0]["step_count"] or any(batch.curvatures for batch in batches) or not optimizer.uses_curvature:
+        return False
+    return all(float(group["lr"]) == 0 for group in groups) and not any(g.any() for batch in batches for g in batch.gradients)
+
+
 def check_curvature(optimizer: CurvatureOptimizer, batches: list[Batch]) -> None:
     """Raise unless all parameters with a gradient have a new Hessian diagonal, or none has and none is due."""
     wanted = sum([len(batch.curvature_squares) for batch in batches])
@@ -137,5 +164,5 @@ def check_curvature(optimizer: CurvatureOptimizer, batches: list[Batch]) -> None
             f"{wanted - present} of {wanted} parameters with a gradient have no hess_diag; {MISSING_CURVATURE}. "
             "zero_grad(set_to_none=False) leaves zeros, which count as gradients: pass set_to_none=True"
         )
-    if optimizer.is_curvature_due:
+    if optimizer.is_curvature_due and not is_initialization(optimizer, batches):
         raise RuntimeError(f"{type(optimizer).__name__} needs hess_diag for this step and found none; {MISSING_CURVATURE}")

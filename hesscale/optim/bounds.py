@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..distributed.shards import sum_over
 from .scalars import is_nonzero, materialize
 
 if TYPE_CHECKING:
@@ -70,7 +71,11 @@ def norms(batch: Batch, tensors: list[Tensor], order: int) -> list[Tensor]:
         powers = powers if order == 1 else powers.square()  # a denominator is not negative
         sums = torch.segment_reduce(powers, "sum", lengths=batch.pack.sizes)
         return [sums if order == 1 else sums.sqrt_()]
-    return list(torch._foreach_norm(tensors, order, dtype=dtype))
+    found = list(torch._foreach_norm(tensors, order, dtype=dtype))
+    if batch.mesh is None:
+        return found
+    sums = sum_over(batch.mesh, torch.stack(found) ** order)
+    return list((sums if order == 1 else sums.sqrt()).unbind())
 
 
 def for_entries(batch: Batch, numbers: list[Tensor]) -> list[Tensor]:

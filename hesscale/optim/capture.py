@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ..distributed.averaging import averaged_with_gradients
-from ..distributed.sharding import check_unsharded
+from ..distributed.sharding import check_unsharded, leaf_ids
+from ..distributed.shards import is_sharded
 from ..engine.backward import is_own_pass, own_pass
 from ..engine.nodes import edge_of, leaves_of, reaches
 from . import CurvatureOptimizer
@@ -129,8 +130,9 @@ def due_optimizers(loss: Tensor, captures: list[Capture]) -> list[tuple[Curvatur
         for optimizer in block.optimizers:
             if not optimizer.is_curvature_due:
                 continue
-            if not reaches(edge_of(loss)[0], {id(p) for p in optimizer.parameters()}):
-                check_unsharded(leaves_of(loss))  # FSDP puts other tensors in the place of its parameters
+            if not reaches(edge_of(loss)[0], leaf_ids(optimizer.parameters())):
+                if not any(is_sharded(p) for p in optimizer.parameters()):
+                    check_unsharded(leaves_of(loss))  # the optimizer may have the parameters of before the sharding
             else:
                 scaler = block.scaler
                 scale = {} if scaler is None else {"scale": scaler.scale(torch.ones((), device=loss.device))}

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..distributed.shards import holds_everywhere
 from ..errors import CurvatureWarning, NonFiniteError
 from .scalars import counter, is_on_host
 
@@ -43,22 +44,24 @@ class NonFiniteCheck:
         renamed = {EARLIER_NAMES.get(name, name): value for name, value in state.items()}
         self.__dict__.update({"has_silent_steps": False, **renamed})
 
-    def check(self, tensors: Sequence[Tensor], found_inf: Tensor | None) -> Tensor | None:
+    def check(self, tensors: Sequence[Tensor], found_inf: Tensor | None, meshes: Collection[Any] = ()) -> Tensor | None:
         """Count the step if a number is not finite, and report it as ``on_nonfinite`` says.
 
+        Tensors are shards of DTensors on ``meshes``: a step is skipped in all processes if a number of one is not finite.
         A gradient scaler sets ``found_inf``. The overflows that it has found are masked, but neither counted nor reported.
 
         Returns:
             None if the host knows that all numbers are finite; otherwise a mask, 1 for a step that counts and 0 for one that
             must change nothing. A mask on the host is always 0.
         """
-        if found_inf is None and is_finite_on_host(tensors):
+        if found_inf is None and is_true_everywhere(meshes, is_finite_on_host(tensors), tensors[0].device):
             counter(self.counters, "nonfinite", tensors[0].device)
             return None
         flags = [is_finite(group) for group in by_device_and_dtype(tensors)]
         finite = flags[0]
         for flag in flags[1:]:
             finite = finite & flag.to(finite.device)
+        finite = holds_everywhere(meshes, finite)
         mask, bad = finite, ~finite
         if found_inf is not None:
             overflow = (found_inf != 0).to(finite.device)
@@ -145,12 +148,13 @@ class NonFiniteCheck:
                 "have not changed. Lower the step size, set trust_radius, or pass on_nonfinite='skip' to skip without an error"
             )
 
-    def warn_if_zero(self, curvatures: Sequence[Tensor]) -> None:
+    def warn_if_zero(self, curvatures: Sequence[Tensor], meshes: Collection[Any] = ()) -> None:
         """Warn if the first curvature is zero everywhere. Only on a CPU, where the check costs nothing."""
         if self.has_seen_curvature or not curvatures or not is_on_host(curvatures[0]):
             return
         self.has_seen_curvature = True
-        if not any(bool(curvature.any()) for curvature in curvatures):
+        is_zero = not any(bool(curvature.any()) for curvature in curvatures)
+        if is_true_everywhere(meshes, is_zero, curvatures[0].device):
             warnings.warn(
                 "the Hessian diagonal is zero for every parameter (piecewise linear model and loss?), so the step divides by eps "
                 "alone. Use a loss with curvature, or an optimizer that needs none, such as Adam",
@@ -176,6 +180,11 @@ def is_finite_on_host(tensors: Sequence[Tensor]) -> bool:
         for tensor in tensors
         for flat in (tensor.reshape(-1),)
     )
+
+
+def is_true_everywhere(meshes: Collection[Any], is_true: bool, device: torch.device) -> bool:
+    """Whether something is true in all processes of these meshes, or in this one if there are none."""
+    return bool(holds_everywhere(meshes, torch.tensor(is_true, device=device))) if meshes else is_true
 
 
 def is_finite(tensors: list[Tensor]) -> Tensor:

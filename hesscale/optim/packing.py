@@ -81,7 +81,7 @@ def is_allowed(optimizer: CurvatureOptimizer, group: dict[str, Any]) -> bool:
 
 def is_packable(batch: Batch) -> bool:
     """Whether the parameters are small and have taken the same number of steps, so that one counter is enough for all."""
-    if not is_small(batch.params):
+    if batch.mesh is not None or not is_small(batch.params):
         return False
     counts = [[float(step) for step in steps] for steps in (batch.steps, batch.curvature_steps) if steps]
     return all(is_constant(count) for count in counts)

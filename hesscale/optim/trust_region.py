@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..distributed.shards import sum_over
 from .batches import Batch
 from .scalars import Number, counter, materialize
 from .update import Quotient, bias_corrections, evaluate
@@ -63,7 +64,8 @@ def curvature_along_update(batch: Batch, quotient: Quotient) -> Tensor:
     torch._foreach_mul_(terms, terms)
     torch._foreach_mul_(terms, root_of_curvature(batch))
     dtype = torch.float32 if terms[0].dtype == torch.bfloat16 else None
-    return torch.stack([term.nan_to_num_(0.0, math.inf).sum(dtype=dtype) for term in terms]).sum()  # 0·∞: no curvature
+    h = torch.stack([term.nan_to_num_(0.0, math.inf).sum(dtype=dtype) for term in terms]).sum()  # 0·∞: no curvature
+    return sum_over(batch.mesh, h)
 
 
 def root_of_curvature(batch: Batch) -> list[Tensor]:

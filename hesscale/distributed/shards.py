@@ -1,0 +1,46 @@
+"""Parameters, gradients and averages that are DTensors: the part of this process, and sums over all parts."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor. Without an import of DTensors, none exist."""
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(tensor, kind)
+
+
+def shard_mesh(tensor: Tensor) -> Any:
+    """The mesh of a DTensor that has one part in each process, as under fully_shard; None for any other tensor."""
+    if not is_sharded(tensor):
+        return None
+    found: Any = tensor
+    return found.device_mesh if len(found.placements) == 1 and found.placements[0].is_shard() else None
+
+
+def local_parts(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """This process's parts of DTensors. They share the DTensors' memory."""
+    parts: list[Any] = list(tensors)
+    return [part.to_local() for part in parts]
+
+
+def sum_over(mesh: Any, value: Tensor) -> Tensor:
+    """The sum of the processes' values; the value itself where there is no mesh."""
+    if mesh is None or mesh.size() == 1:
+        return value
+    total = value.clone()
+    distributed.all_reduce(total, group=mesh.get_group())
+    return total
+
+
+def holds_everywhere(meshes: Iterable[Any], is_true: Tensor) -> Tensor:
+    """Whether something is true in all processes."""
+    for mesh in meshes:
+        is_true = sum_over(mesh, (~is_true).to(torch.int32)) == 0
+    return is_true
