@@ -21,6 +21,9 @@ REFUSED = (
     "train the model under DistributedDataParallel"
 )
 
+# PyTorch 2.13 has renamed it
+REDUCE_SCATTER: Any = getattr(distributed, "reduce_scatter_single", None) or getattr(distributed, "reduce_scatter_tensor", None)
+
 
 def sharded_pass(leaves: Iterable[Tensor]) -> ShardedPass | None:
     """The part that fully_shard has in a backward pass to these leaves; None if it has gathered none of them.
@@ -134,7 +137,7 @@ class ShardedPass:
 
 
 def rows_of(diagonal: Tensor, param: Any, count: int) -> Tensor:
-    """A diagonal in one row per process, each with the part of the diagonal that its shard holds, and zeros up to equal length."""
+    """A diagonal in one row per process: the part that belongs to its shard, and zeros up to equal length."""
     moved = diagonal.movedim(param.fsdp_placement.dim, 0)
     length = -(-moved.shape[0] // count)
     padded = moved.new_zeros(count * length, *moved.shape[1:])
@@ -157,5 +160,5 @@ def reduce_scatter(rows: Tensor, group: Any, dtype: torch.dtype | None) -> Tenso
     if group.size() == 1:
         return rows[0]
     total = torch.empty_like(rows[0])
-    distributed.reduce_scatter_tensor(total, rows.view(-1), group=group)
+    REDUCE_SCATTER(total, rows.view(-1), group=group)
     return total

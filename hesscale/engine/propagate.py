@@ -48,7 +48,9 @@ class Propagation:
     ) -> None:
         graph = walk(edge_of(loss)[0], method)
         leaves = (graph.nodes[index].variable for index in graph.leaves.values())
-        self.shards = sharded_pass(leaves) if fills_leaves else check_unsharded(leaves)
+        self.shards = sharded_pass(leaves) if fills_leaves else None
+        if not fills_leaves:
+            check_unsharded(leaves)
         if self.shards is not None:
             self.shards.wanted = None if requested is None else {id(tensor) for tensor in requested}
             requested = None

@@ -59,7 +59,8 @@ def diagonals_of(model):
     """The whole Hessian diagonals. Each is placed as its parameter is."""
     for p in model.parameters():
         if p.requires_grad and isinstance(p, DTensor):
-            assert p.hess_diag.placements == p.placements and p.hess_diag.dtype == p.dtype
+            assert p.hess_diag.placements == p.placements
+            assert p.hess_diag.dtype == p.dtype
             assert p.hess_diag.to_local().shape == p.to_local().shape
     return [whole(p.hess_diag) for p in model.parameters() if p.requires_grad]
 
@@ -286,7 +287,8 @@ def refusals(rank):
     optimizer = hesscale.AdaHesScale(model.parameters())
     compiling = partial(hesscale.compile_step, model, loss_of, optimizer)
     scaling = partial(optimizer.backward, loss_of(model, x, y), scaler=torch.amp.GradScaler("cpu"))
-    entropy = -(model(x).softmax(-1) * model(x).log_softmax(-1)).sum()
+    logits = model(x)
+    entropy = -(logits.softmax(-1) * logits.log_softmax(-1)).sum()
     calls = {"compile_step": compiling, "gradient scaler": scaling, "head='rules'": partial(hesscale.backward, entropy)}
     for name, call in calls.items():
         found[name] = refused(model, call)
