@@ -583,7 +583,7 @@ def test_divergence_is_a_result_and_counts_as_the_worst(tmp_path):
     table, plot = section.items
     scores = {row[2]: row[3] for row in table.rows}
     worst = min(result.values["mean_return"] for result in results if result.values["mean_return"] is not None)
-    assert scores["1e+38"] == f"{worst:.1f}"
+    assert scores["1e38"] == f"{worst:.1f}"
     assert [row[5] for row in table.rows] == ["0 of 2", "1 of 1"]
     assert [series.label for series in plot.series] == ["Adam, α = 0.001"]
 
