@@ -250,7 +250,9 @@ def rl_eval(
 
 @command(START, "explain my_module:loss")
 def explain(
-    factory: Annotated[str, typer.Argument(help="module:function, where the function takes no arguments and returns a loss")],
+    factory: Annotated[
+        str, typer.Argument(help="module:function; the function has no arguments and returns a loss, or a loss and its model")
+    ],
 ) -> None:
     """Show what hesscale does with a loss, operator by operator."""
     module, colon, name = factory.partition(":")
@@ -259,7 +261,9 @@ def explain(
     sys.path.insert(0, "")
     try:
         made = getattr(importlib.import_module(module), name)
-        explanation = hesscale.explain(made())
+        result = made()
+        loss, model = result if isinstance(result, tuple) else (result, None)
+        explanation = hesscale.explain(loss, model=model)
     except Exception as error:  # whatever is wrong with it
         raise typer.BadParameter(f"{type(error).__name__}: {error}") from None
     print(explanation)
