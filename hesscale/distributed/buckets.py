@@ -42,15 +42,15 @@ def all_reduce_mean(tensors: Sequence[Tensor], group: Any, dtype: torch.dtype | 
 
 
 def buckets(tensors: Sequence[Tensor], first_bytes: int, other_bytes: int) -> list[list[Tensor]]:
-    """Split tensors, in their order, into buckets of one device and dtype and limited size."""
+    """Split tensors, in their order, into buckets of one device and dtype. A bucket is full once it has reached its size."""
     found: list[list[Tensor]] = []
     latest: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], int]] = {}
     for tensor in tensors:
-        key, size = (tensor.device, tensor.dtype), tensor.numel() * tensor.itemsize
+        key = tensor.device, tensor.dtype
         bucket, room = latest.get(key, ([], 0))
-        if size > room or not bucket:
+        if room <= 0:
             bucket, room = [], other_bytes if found else first_bytes
             found.append(bucket)
         bucket.append(tensor)
-        latest[key] = bucket, room - size
+        latest[key] = bucket, room - tensor.numel() * tensor.itemsize
     return found
