@@ -16,7 +16,7 @@ from ...compile.ensemble import ensemble
 from ...compile.step import compile_step
 from ...optim import CurvatureOptimizer
 from ..lab.store import seeded
-from ..optimizers import AGENT_OPTIMIZERS
+from ..optimizers import AGENT_OPTIMIZERS, UNTRAINED
 from .config import OWN, Config
 from .networks import Agent, AgentBatch, Array, Categorical, Gaussian
 from .vector_env import Rollout, VectorEnv
@@ -144,7 +144,9 @@ class Algorithm:
             torch.set_rng_state(outside)
 
     def update(self, *batch: Tensor) -> None:
-        """One step of all networks."""
+        """One step of all networks; agents that are to stay untrained take none, and need no compiled step."""
+        if self.config.optimizer == UNTRAINED:
+            return
         if not self.is_warm:
             self.warm_up(batch)
         self.step(*batch)
