@@ -18,6 +18,9 @@ COLOURS = {
     "adamw": "#d98880",
     "muon": "#2e7d32",
     "sophia-g": "#4e342e",
+    "prodigy": "#7cb342",
+    "dog": "#8d6e63",
+    "schedule-free": "#00838f",
     "untrained": "#b0b0b0",
     # Hessian diagonals; an estimate has the colour of the optimizer that uses it
     "HesScale": "#1f5a96",
