@@ -93,7 +93,7 @@ def mean_derivatives(
     params = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not params:
         raise ValueError("no parameter of the model requires gradients")
-    sums = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in params.items()}
+    sums = {name: (zeros(p), zeros(p)) for name, p in params.items()}
     ratios = {name: Ratio() for name in params}
     total_loss, examples, batches = 0.0, 0, 0
     device = next(iter(params.values())).device
@@ -136,6 +136,11 @@ def check(loss_fn: LossFunction, method: str, num_samples: int, calibrate: bool)
             f"calibrate=True needs method='hesscale_gn' and num_samples of at least 1, not method={method!r} and "
             f"num_samples={num_samples}"
         )
+
+
+def zeros(p: Tensor) -> Tensor:
+    """To add up in, at least in single precision."""
+    return torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32), requires_grad=False)
 
 
 def arguments_of(batch: Any, device: torch.device) -> tuple[tuple[Any, ...], int]:

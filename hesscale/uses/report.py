@@ -108,7 +108,7 @@ def number(value: float) -> str:
 def ratio_text(ratio: float | None, error: float | None) -> str:
     if ratio is None:
         return "–"
-    return f"{ratio:.3g}" if error is None else f"{ratio:.3g} ± {error:.1g}"
+    return f"{ratio:.3g}" if error is None else f"{ratio:.3g} ± {float(f'{error:.1g}'):g}"
 
 
 def shortened(name: str) -> str:
