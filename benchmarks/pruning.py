@@ -156,19 +156,20 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     cells = {(row["criterion"], row["sparsity"]): cell(row["accuracy"]) for row in rows}
     criteria = [criterion for criterion in CRITERIA if (criterion, sparsities[0]) in cells]
     lines = [[criterion, *(cells[criterion, sparsity] for sparsity in sparsities)] for criterion in criteria]
-    return markdown_table(["saliency", *(f"{sparsity:.0%}" for sparsity in sparsities)], lines)
+    return markdown_table(["saliency", *(f"{100 * sparsity:g} %" for sparsity in sparsities)], lines)
 
 
 def page(found: dict[str, Any]) -> str:
     parts = [
-        f"# Pruning\n\n{made_by(found)} Test accuracy in %, mean ± standard error of {found['seeds']} seeds, by the share of\n"
-        "weights or channels that are zero. The errors include the differences between networks.\n",
+        f"# Pruning\n\n{made_by(found)}\nTest accuracy in %: mean ± standard error of {found['seeds']} seeds, by the share of "
+        "weights or channels that are zero.\nThe errors include the differences between networks.\n",
         "![Accuracy against sparsity](pruning.png)\n",
     ]
     for case in CASES:
         rows = [row for row in found["rows"] if row["network"] == case.source.title]
         dense = cell(rows[0]["accuracy"])
-        parts.append(f"## {case.source.title}\n\nTrained for {case.steps} steps of {case.batch}; {dense} % before pruning.\n")
+        trained_for = f"Trained for {case.steps} steps of {case.batch} examples, evaluated on {case.evaluated} test examples"
+        parts.append(f"## {case.source.title}\n\n{trained_for}; {dense} % before pruning.\n")
         for mode in dict.fromkeys(row["mode"] for row in rows[1:]):
             note = f" ({RETRAINING[case.problem]} steps after each column)" if "retrained" in mode else ""
             parts.append(f"### {mode.capitalize()}{note}\n\n{table([row for row in rows if row['mode'] == mode])}")
