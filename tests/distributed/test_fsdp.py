@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from processes import run
-from test_ddp import GPT, ROOT, STEPS, Branches, batch, count_sent, loss_of, part, perceptron, torchrun
+from test_ddp import GPT, ROOT, STEPS, Branches, batch, convolutional, loss_of, mean_of_parts, part, perceptron, torchrun, volume
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -18,6 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor, Shard
 
 import hesscale
+from hesscale.distributed import fully_sharded
 
 
 class Tied(nn.Module):
@@ -34,7 +35,7 @@ class Tied(nn.Module):
         return self.head(self.norm(self.hidden(self.embedding(tokens)).tanh())).flatten(0, 1)
 
 
-MODELS = {"perceptron": (perceptron, (4,)), "GPT": (GPT, None), "tied": (Tied, None)}
+MODELS = {"perceptron": (perceptron, (4,)), "convolutional": (convolutional, (1, 6, 6)), "GPT": (GPT, None), "tied": (Tied, None)}
 LAYERS = (nn.Linear, nn.LayerNorm, nn.Embedding)
 
 
@@ -72,8 +73,7 @@ def recorded(model, optimizer):
     return {**state, "eta": optimizer.eta, "scaled": optimizer.scaled_share}
 
 
-def take_step(optimizer, model, tensors, how="optimizer"):
-    loss = loss_of(model, *tensors)
+def take_step(optimizer, model, loss, how="optimizer"):
     if how == "optimizer":
         optimizer.backward(loss)
     elif how == "backward":
@@ -98,7 +98,9 @@ def trained(rank, name, how="optimizer", kind=hesscale.AdaHesScale, fsdp=None, *
     make, shape = MODELS[name]
     model = build(make, rank, **(fsdp or {}))
     optimizer = kind(model.parameters(), lr=0.01, **options)
-    diagonals = [take_step(optimizer, model, mine(batch(shape, step), rank), how) for step in range(STEPS)]
+    count = 2 if rank is None else dist.get_world_size()
+    losses = (mean_of_parts(model, batch(shape, step), rank, count) for step in range(STEPS))
+    diagonals = [take_step(optimizer, model, loss, how) for loss in losses]
     return {**recorded(model, optimizer), "diagonals": diagonals}
 
 
@@ -128,7 +130,10 @@ def occasional(rank):
     sent = []
     for step in range(STEPS):
         loss = loss_of(model, *mine(batch((4,), step), rank))
-        sent.append(count_sent(rank, lambda: optimizer.backward(loss)))  # noqa: B023
+        if rank is None:
+            optimizer.backward(loss)
+        else:
+            sent.append(volume(lambda: optimizer.backward(loss)))  # noqa: B023
         optimizer.step()
         optimizer.zero_grad()
     return {**recorded(model, optimizer), "sent": sent}
@@ -146,6 +151,20 @@ def unused(rank):
         optimizer.step()
         optimizer.zero_grad()
     return {name: whole(p.detach()) for name, p in model.named_parameters()}
+
+
+def reduced_early(rank):
+    """The events of a pass in order: a gradient of the first module, and the diagonals of a module sent."""
+    model, events = build(GPT, rank), []
+    send = fully_sharded.REDUCE_SCATTER
+    model.first_norm.register_full_backward_hook(lambda *_: events.append("first module"))
+    loss = loss_of(model, *mine(batch(None, 0), rank))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            fully_sharded, "REDUCE_SCATTER", lambda *args, **options: (events.append("sent"), send(*args, **options))[1]
+        )
+        hesscale.backward(loss)
+    return events
 
 
 def divided(rank):
@@ -181,7 +200,7 @@ def continued(rank, folder):
     optimizer = hesscale.AdaHesScale(model.parameters(), lr=0.01, trust_radius=0.05)
     if rank is None:
         for step in range(3):
-            take_step(optimizer, model, batch(None, step))
+            take_step(optimizer, model, loss_of(model, *batch(None, step)))
     else:
         weights, state = get_state_dict(model, optimizer)
         saved = {"model": weights, "optimizer": state}
@@ -189,7 +208,7 @@ def continued(rank, folder):
         set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
     assert optimizer.param_groups[0]["step_count"] == 3
     for step in range(3, 6):
-        take_step(optimizer, model, mine(batch(None, step), rank))
+        take_step(optimizer, model, loss_of(model, *mine(batch(None, step), rank)))
     return {key: value for key, value in recorded(model, optimizer).items() if key != "scaled"}
 
 
@@ -197,7 +216,7 @@ def saved(rank, folder):
     model = build(GPT, rank)
     optimizer = hesscale.AdaHesScale(model.parameters(), lr=0.01, trust_radius=0.05)
     for step in range(3):
-        take_step(optimizer, model, mine(batch(None, step), rank))
+        take_step(optimizer, model, loss_of(model, *mine(batch(None, step), rank)))
     weights, state = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
 
@@ -207,6 +226,7 @@ KEPT = {"fsdp": {"reshard_after_forward": False}}
 EQUAL = {
     "perceptron": (trained, ("perceptron",), {}),
     "GPT": (trained, ("GPT",), {}),
+    "batch norm": (trained, ("convolutional",), {}),
     "tied and frozen weights": (trained, ("tied",), {}),
     "the paper's": (trained, ("perceptron",), {"kind": hesscale.AdaHesScale.paper}),
     "GPT, the paper's with a trust region": (trained, ("GPT",), {"kind": hesscale.AdaHesScale.paper, **TRUST}),
@@ -272,11 +292,12 @@ def test_nothing_is_reduced_before_the_last_part(ranks):
     assert all(all(rank["accumulated"]["early"]) for rank in ranks)
 
 
-def test_nothing_more_is_sent_between_curvature_updates(ranks):
+def test_diagonals_are_sent_once_where_gradients_are(ranks):
     for rank in ranks:
         sent = rank["curvature_every"]["sent"]
-        (plain,) = {count for step, count in enumerate(sent) if step % 3}
-        assert {count for step, count in enumerate(sent) if step % 3 == 0} == {plain + 1}  # one group of parameters
+        ((size, one),) = {step for index, step in enumerate(sent) if index % 3}
+        assert one == 1  # one group of parameters
+        assert {step for index, step in enumerate(sent) if index % 3 == 0} == {(2 * size, 2)}
 
 
 def refusals(rank):
@@ -337,13 +358,15 @@ def by_columns(rank):
 
 
 def others(rank):
-    return refusals(rank), in_bfloat16(rank), by_columns(rank)
+    return refusals(rank), in_bfloat16(rank), by_columns(rank), reduced_early(rank)
 
 
 def test_other_settings_are_refused_or_right():
     before = torch.get_default_dtype()
     expected = by_columns(None)
-    for said, (found, mean), columns in run(others):
+    for said, (found, mean), columns, events in run(others):
+        assert events[:3] == ["sent"] * 3  # modules close to the loss, before the pass has reached the first
+        assert "first module" in events
         for name, (message, has_changed) in said.items():
             assert name in message, name
             assert not has_changed, name
