@@ -11,24 +11,10 @@ import torch
 
 from ..optim import BL89, GGNMC, AdaHesScale, AdaHesScaleGN, AdaHessian, Adam, SophiaG
 from ..optim.bounds import NEUTRAL, SAFE_DAMPING
+from .colours import COLOURS
 from .lab.choices import Choices, choose
 
 CURVATURE_WARMUP = 10  # Hessian diagonals that are averaged before the weights move
-# By family. The paper's optimizers have the same colour in every figure.
-COLOURS = {
-    "adam": "#c0392b",
-    "sgd": "#e59866",
-    "our-adam": "#a93226",
-    "adahesscale": "#1f5a96",
-    "adahesscale-gn": "#6fb1a0",
-    "adahessian": "#8e6bb0",
-    "ggnmc": "#7a7a7a",
-    "bl89": "#e0a33e",
-    "adamw": "#d98880",
-    "muon": "#2e7d32",
-    "sophia-g": "#4e342e",
-    "untrained": "#b0b0b0",
-}
 
 
 @dataclass(frozen=True)
@@ -182,12 +168,26 @@ def untrained(params: Iterable[Any], lr: float, **options: Any) -> Adam:
     return Adam(params, lr=0.0, **options)
 
 
+def tuning_free(name: str) -> Callable[..., Any]:
+    """What makes the optimizer of another package for an agent, from its weights and step size alone."""
+
+    def build(params: Iterable[Any], lr: float, **_: Any) -> Any:
+        from .rl.tuning_free import TuningFree
+
+        return TuningFree(name, params, lr)
+
+    return build
+
+
 UNTRAINED = "untrained"
 # Agents skip steps that are not finite, and may have a trust region, which only our Adam does.
 AGENT_OPTIMIZERS = Choices(
     [
         replace(OPTIMIZERS["our-adam"], name="adam", label="Adam"),
         *(OPTIMIZERS[name] for name in ("adahessian", "adahesscale", "adahesscale-gn", "scaled-adam", "scaled-adahesscale")),
+        OptimizerSpec("prodigy", "Prodigy", tuning_free("prodigy")),
+        OptimizerSpec("dog", "DoG", tuning_free("dog")),
+        OptimizerSpec("schedule-free", "schedule-free AdamW", tuning_free("schedule-free")),
         OptimizerSpec(UNTRAINED, "untrained", untrained),
     ]
 )
