@@ -80,12 +80,12 @@ def carry(run_backward: Callable[[], None], loss: Tensor, tensors: Sequence[Tens
         if averaged is not None and not requested:
             propagation.replica = averaged.replica_to_tell()
         if propagation.shards is not None:
-            propagation.shards.begin()
+            propagation.shards.begin(options.get("curvature_dtype"))
         with own_pass():
             propagation.run(run_backward)
         propagation.fill_uncurved_leaves()
         if propagation.shards is not None:
-            propagation.shards.finish(options.get("curvature_dtype"))
+            propagation.shards.finish()
         for key, tensor in requested.items():
             if tensor.grad is not None:
                 accumulate(tensor, propagation.diagonals.get(key), afresh[key], key in propagation.owned)

@@ -134,9 +134,9 @@ def ends_of_axis(plot: Plot, drawn: Sequence[DrawnSeries]) -> tuple[float | None
     everything = np.concatenate([*lines, *ends])
     low, high = uncut = float(everything.min()), float(everything.max())
     if plot.worse == "up":
-        high = worst_shown(lines, everything, plot.log_y)
+        high = worst_shown(lines, everything, scale(plot.kept), plot.log_y)
     elif plot.worse == "down":
-        low = -worst_shown([-line for line in lines], -everything, plot.log_y)
+        low = -worst_shown([-line for line in lines], -everything, -scale(plot.kept), plot.log_y)
     if plot.log_y:
         low = max(low, min(float(line.min()) for line in lines) - math.log10(2))
     if (low, high) == uncut:
@@ -146,14 +146,14 @@ def ends_of_axis(plot: Plot, drawn: Sequence[DrawnSeries]) -> tuple[float | None
     return (10**low, 10**high) if plot.log_y else (low, high)
 
 
-def worst_shown(lines: Sequence[Array], everything: Array, is_log: bool) -> float:
+def worst_shown(lines: Sequence[Array], everything: Array, kept: Array, is_log: bool) -> float:
     """The largest value that is not too far above the better half of the lines, where less is better.
 
     The largest of all, unless that would leave less than half of the axis to the others.
     """
     better = np.concatenate(sorted(lines, key=np.median)[: (len(lines) + 1) // 2])
     first, third = np.quantile(better, [0.25, 0.75])
-    better = better[better <= third + max(3 * (third - first), 2.0 if is_log else 0.0)]
+    better = np.append(better[better <= third + max(3 * (third - first), 2.0 if is_log else 0.0)], kept)
     span = max(float(better.max() - better.min()), 1.0 if is_log else 0.0)
     shown = float(everything[everything <= better.max() + ROOM * span].max())
     is_worth_it = span and shown - everything.min() < 0.5 * (everything.max() - everything.min())
