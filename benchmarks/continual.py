@@ -234,7 +234,7 @@ Means and standard errors of {len(found["seeds"])} seeds, on {size["test"]} test
 - accuracy: after the last task, averaged over tasks;
 - forgetting: how much of a task's accuracy was lost since it had been learned, averaged over all tasks but the last;
 - when learned: the accuracy of each task when it had just been learned, averaged over tasks;
-- time: CPU time of an importance, as a multiple of forward and backward passes over the same images, in batches of {IMPORTANCE_BATCH}.
+- time: CPU time of an importance, as a multiple of forward and backward passes over its images, in batches of {IMPORTANCE_BATCH}.
 
 {markdown_table(columns, results)}
 

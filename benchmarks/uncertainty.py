@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import copy
 import itertools
-import logging
 import statistics
 import sys
 import time
@@ -357,7 +356,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # of the libraries
-    logging.disable(logging.INFO)
     try:
         dataset = load(options.dataset, options.data)
         size = SIZES[options.dataset]
