@@ -319,8 +319,8 @@ def page(found: dict[str, Any]) -> str:
 ## Time of fit
 
 CPU time on one thread, as a multiple of the forward and backward passes over the same batches in the same round: medians of
-{found["rounds"]} rounds, with the lowest and highest. Images are random. CurvlinopsGGN is laplace-torch's default. It would need
-several gigabytes for all weights of 3C3D, and was not tried there; in the last layer, CurvlinopsEF and AsdlGGN were not.
+{found["rounds"]} rounds, with the lowest and highest. Images are random. CurvlinopsGGN is laplace-torch's default. It was not
+run for all weights of 3C3D, whose Jacobian is too large, and CurvlinopsEF and AsdlGGN were not run for last layers.
 
 {times_table(found["times"])}
 """
