@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import estimators, func, losses, optim, rules, sb3
+from . import estimators, func, losses, optim, rules, sb3, uses
 from .compile.step import compile_step
 from .engine.backward import backward, grad
 from .errors import CompileWarning, CurvatureWarning, NonFiniteError, UnsupportedOperator
@@ -10,6 +10,7 @@ from .explain import explain, operators
 from .optim import BL89, GGNMC, AdaHesScale, AdaHesScaleGN, AdaHessian, Adam
 from .optim.capture import capture
 from .rules import register_rule
+from .uses import inspect
 
 __all__ = [
     "BL89",
@@ -29,11 +30,13 @@ __all__ = [
     "explain",
     "func",
     "grad",
+    "inspect",
     "losses",
     "operators",
     "optim",
     "register_rule",
     "rules",
     "sb3",
+    "uses",
 ]
 __version__ = "0.1.0"

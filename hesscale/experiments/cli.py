@@ -225,6 +225,36 @@ def explain(
     print(explanation)
 
 
+@app.command("inspect")
+def inspect_curvature(
+    factory: Annotated[
+        str,
+        typer.Argument(help="module:function that returns (model, loader, loss_fn); by default, a network for digits"),
+    ] = "",
+    steps: Annotated[
+        int | None, typer.Option("--steps", min=0, help="train for so many steps and inspect again; 300 for digits, else 0")
+    ] = None,
+    lr: Annotated[float, typer.Option("--lr", help="step size of AdaHesScale")] = 1e-3,
+    method: Annotated[str, typer.Option("--method", help="estimator of the diagonal")] = "hesscale",
+    num_samples: Annotated[int, typer.Option("--num-samples", min=0, help="random draws per batch for the comparison")] = 1,
+    max_batches: Annotated[int | None, typer.Option("--max-batches", min=1, help="read no more batches")] = None,
+    out: Annotated[Path, typer.Option("--out", help="folder for the page")] = Path("out/inspect"),
+) -> None:
+    """Show curvature parameter by parameter, before and after training, and write it to a page."""
+    from .inspection import inspect_and_write
+
+    if steps is None:
+        steps = 0 if factory else 300
+    options: dict[str, Any] = {"steps": steps, "step_size": lr, "method": method}
+    try:
+        reports = inspect_and_write(factory, out.expanduser(), **options, num_samples=num_samples, max_batches=max_batches)
+    except Exception as error:  # whatever is wrong with it
+        raise typer.BadParameter(f"{type(error).__name__}: {error}") from None
+    for name, report in reports.items():
+        print(f"{name}\n\n{report}\n")
+    Console().print(f"wrote {out / 'index.html'}", highlight=False, soft_wrap=True)
+
+
 def main() -> None:
     """Run the command line."""
     try:

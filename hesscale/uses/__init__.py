@@ -2,3 +2,10 @@
 
 Each module is built on the public functions of this package alone.
 """
+
+from . import pruning, quantization
+from .derivatives import Averages, Derivatives, mean_derivatives
+from .inspection import inspect
+from .report import CurvatureReport
+
+__all__ = ["Averages", "CurvatureReport", "Derivatives", "inspect", "mean_derivatives", "pruning", "quantization"]
