@@ -11,12 +11,12 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from run_page import blocks, run
 
 from hesscale.rules import RULES
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
-BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 
 
@@ -35,18 +35,16 @@ def name_of(page: Path) -> str:
 
 @pytest.mark.usefixtures("rules_restored")
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_code_runs_and_prints_what_the_page_says(page, monkeypatch):
-    """A ``text`` block after a ``python`` block is what that prints."""
+def test_code_runs_and_prints_what_the_page_says(page, monkeypatch, tmp_path):
+    """A ``text`` block after a ``python`` block is what that prints. Figures that a page saves go to an empty folder."""
+    monkeypatch.chdir(tmp_path)
     main = ModuleType("__main__")  # where TorchDynamo looks for the page's global variables
     monkeypatch.setitem(sys.modules, "__main__", main)
-    text = page.read_text(encoding="utf-8")
     printed = ""
-    for block in BLOCK.finditer(text):
-        language, content = block.groups()
+    for language, content, line in blocks(page.read_text(encoding="utf-8")):
         if language == "python":
-            line = text.count("\n", 0, block.start()) + 1
             with contextlib.redirect_stdout(io.StringIO()) as output:
-                exec(compile("\n" * line + content, str(page), "exec"), vars(main))
+                run(content, line, page, vars(main))
             printed = output.getvalue()
         elif language == "text":
             assert content == printed

@@ -1,71 +1,77 @@
 """Hessian diagonals under DistributedDataParallel (DDP).
 
 DDP minimizes the mean of the processes' losses. A Hessian diagonal is linear in the loss, so the diagonal of this mean is the
-mean of the processes' diagonals. It is computed after a backward pass in which DDP has averaged the gradients. It includes all
-that ``hess_diag`` has accumulated by then, as DDP does with ``.grad``.
+mean of the processes' diagonals. It is computed in every backward pass in which DDP averages the gradients. It includes all that
+``hess_diag`` has accumulated by then, as DDP does with ``.grad``.
 """
 
 from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, distributed
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import CurvatureWarning, UnsupportedOperator
+from .buckets import all_reduce_mean
+from .overlap import PlannedPass, make_plan, plan_of
 from .replicas import replicated_modules
 from .sharding import is_gathered
-
-if TYPE_CHECKING:
-    from torch.distributed import Work
 
 UNKNOWN = (
     "the processes have run a collective during this backward pass, but none of the parameters belongs to a "
     "DistributedDataParallel module, so hess_diag is not averaged. If the gradients were averaged, average hess_diag as well"
 )
-BUCKET_BYTES = 25 * 2**20  # as much as DDP sends at once
 _thread = threading.local()  # .outermost: the open block that averages, if there is one
 Also = Callable[[], list[tuple[Tensor, Tensor]]]
 
 
 def averaged_with_gradients(
-    leaves: Callable[[], Iterable[Tensor]], dtype: torch.dtype | None = None, also: Also | None = None
-) -> AbstractContextManager[None]:
+    leaves: Callable[[], Iterable[Tensor]],
+    dtype: torch.dtype | None = None,
+    also: Also | None = None,
+    *,
+    changes_later: bool = False,
+) -> AbstractContextManager[AveragedPass | None]:
     """A block around a backward pass: if DDP averages gradients in it, average the Hessian diagonals too.
 
-    Blocks may be nested; the outermost one averages.
+    Blocks may be nested; the outermost one averages. The value of a block is the outermost one.
 
     Args:
         leaves: returns the leaves that the loss depends on. It is called only if this process has DDP modules.
         dtype: send the diagonals in this dtype, if it is smaller than their own.
         also: returns pairs of a parameter and another tensor, to average if the parameter's diagonal is averaged.
+        changes_later: whether the block changes diagonals after the pass has filled them, so that they are sent at its end.
     """
-    return AveragedPass(leaves, dtype, also) if is_distributed() else ONE_PROCESS
+    return AveragedPass(leaves, dtype, also, changes_later) if is_distributed() else ONE_PROCESS
 
 
 ONE_PROCESS = nullcontext()  # one for all passes, since even making it takes time at every step
 
 
-class AveragedPass(AbstractContextManager[None]):
+class AveragedPass(AbstractContextManager["AveragedPass | None"]):
     """A block of :func:`averaged_with_gradients` where there are several processes."""
 
-    def __init__(self, leaves: Callable[[], Iterable[Tensor]], dtype: torch.dtype | None, also: Also | None) -> None:
-        self.leaves, self.dtype = leaves, dtype
+    def __init__(
+        self, leaves: Callable[[], Iterable[Tensor]], dtype: torch.dtype | None, also: Also | None, changes_later: bool
+    ) -> None:
+        self.leaves, self.dtype, self.changes_later = leaves, dtype, changes_later
         self.also = [] if also is None else [also]
         self.replicas: list[Replica] = []
         self.is_outermost = False
         self.collectives: int | None = None  # of the default process group, if no DDP module takes part
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> AveragedPass:
         outermost: AveragedPass | None = getattr(_thread, "outermost", None)
         if outermost is not None:
             outermost.also += self.also
-            return
+            outermost.changes_later |= self.changes_later
+            return outermost
         modules = list(replicated_modules())
         if modules:
             touched = {id(leaf) for leaf in self.leaves()}
@@ -75,6 +81,14 @@ class AveragedPass(AbstractContextManager[None]):
         self.replicas = [Replica(module) for module in modules]
         self.collectives = None if modules else count_collectives(distributed.group.WORLD)
         self.is_outermost, _thread.outermost = True, self
+        return self
+
+    def replica_to_tell(self) -> Replica | None:
+        """The DDP module that a pass has to tell of its progress, so that diagonals are sent meanwhile."""
+        if self.changes_later or len(self.replicas) != 1:  # several modules may fill their parameters in any order
+            return None
+        replica = self.replicas[0]
+        return replica if replica.begin(self.dtype) else None
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         if not self.is_outermost:
@@ -112,19 +126,43 @@ def check_supported(module: Any) -> None:
 
 
 class Replica:
-    """A DDP module at the start of a backward pass."""
+    """A DDP module in a backward pass."""
 
     def __init__(self, module: DistributedDataParallel) -> None:
         self.module, self.group = module, module.process_group
         self.params: list[Any] = [p for p in module._module_parameters if p.requires_grad]
         self.before = [(p.grad is None, *state(p)) for p in self.params]
+        self.gradients = [(p.grad, version(p.grad)) for p in self.params]
         self.collectives = count_collectives(self.group)
+        self.order: list[Any] | None = None  # in which the pass fills diagonals, if there is no plan yet
+        self.planned: PlannedPass | None = None
+
+    def begin(self, dtype: torch.dtype | None) -> bool:
+        """Prepare for calls of :meth:`filled` and :meth:`advance` during the pass. False if they are not needed."""
+        plan = plan_of(self.module)
+        if plan is None:
+            self.order = []
+        else:
+            self.planned = PlannedPass(plan, self.has_communicated, dtype)
+        return self.collectives is not None
+
+    def filled(self, p: Tensor) -> None:
+        """The pass has filled this parameter's diagonal."""
+        if self.planned is not None:
+            self.planned.filled(p)
+        elif self.order is not None:
+            self.order.append(p)
+
+    def advance(self) -> None:
+        """The pass has reached another parameter: send the diagonals that can be sent."""
+        if self.planned is not None:
+            self.planned.advance()
 
     def has_communicated(self) -> bool:
         """Whether DDP has averaged gradients in this pass. It does not inside no_sync, or if the pass bypasses the DDP module."""
-        if self.collectives is None:
-            return bool(self.module.require_backward_grad_sync or self.module.require_forward_param_sync)
-        return count_collectives(self.group) != self.collectives
+        if not self.module.require_backward_grad_sync and not self.module.require_forward_param_sync:
+            return False  # it has not, even if another module of the same process group has
+        return self.collectives is None or count_collectives(self.group) != self.collectives
 
     def average(self, dtype: torch.dtype | None) -> None:
         own = [self.own_diagonal(p, before) for p, before in zip(self.params, self.before, strict=True)]
@@ -134,10 +172,35 @@ class Replica:
             counts = torch.tensor(is_sent, dtype=torch.int32, device=device)
             distributed.all_reduce(counts, group=self.group)
             is_sent = [count > 0 for count in counts.tolist()]
+        else:
+            self.check_all_reached()
         for p, diagonal, sent in zip(self.params, own, is_sent, strict=True):
             if sent and diagonal is None:
                 p.hess_diag = torch.zeros_like(p, requires_grad=False)
-        all_reduce_mean([p.hess_diag for p, sent in zip(self.params, is_sent, strict=True) if sent], self.group, dtype)
+        found = [p for p, sent in zip(self.params, is_sent, strict=True) if sent]
+        if self.order is not None and (plan := make_plan(self.module, self.params, self.order)) is not None:
+            self.planned = PlannedPass(plan, self.has_communicated, dtype)
+        if self.planned is not None:
+            self.planned.finish(found)
+        else:
+            all_reduce_mean([p.hess_diag for p in found], self.group, dtype)
+
+    def check_all_reached(self) -> None:
+        """Raise if the pass has left out parameters that DDP waits for. Then it has not averaged all gradients.
+
+        The other processes wait for this one's gradients. DDP raises its own error only in the next forward pass, which this
+        process would not reach: it would wait for the others' diagonals.
+        """
+        pairs = zip(self.params, self.gradients, strict=True)
+        left_out = {id(p) for p, (gradient, before) in pairs if p.grad is gradient and version(p.grad) == before}
+        if left_out:
+            names = [name for name, p in self.module.module.named_parameters() if id(p) in left_out]
+            raise RuntimeError(
+                f"DistributedDataParallel has not averaged all gradients: this pass has not reached {', '.join(names[:3])}"
+                f"{f' and {len(names) - 3} more' if len(names) > 3 else ''}. Pass find_unused_parameters=True to "
+                "DistributedDataParallel if the loss does not use all parameters; if several losses do, call backward once, for "
+                "their sum"
+            )
 
     def own_diagonal(self, p: Any, before: tuple[bool, Tensor | None, int]) -> Tensor | None:
         """This process's accumulated diagonal; None if the parameter had no gradient and the pass has not reached it."""
@@ -150,7 +213,12 @@ class Replica:
 def state(p: Any) -> tuple[Tensor | None, int]:
     """A parameter's Hessian diagonal, and how often it has been changed in place."""
     diagonal: Tensor | None = getattr(p, "hess_diag", None)
-    return diagonal, 0 if diagonal is None else diagonal._version
+    return diagonal, version(diagonal)
+
+
+def version(tensor: Tensor | None) -> int:
+    """How often a tensor has been changed in place."""
+    return 0 if tensor is None else tensor._version
 
 
 def count_collectives(group: Any) -> int | None:
@@ -159,33 +227,3 @@ def count_collectives(group: Any) -> int | None:
         return int(group._get_sequence_number_for_group())
     except RuntimeError:
         return None
-
-
-def all_reduce_mean(tensors: Sequence[Tensor], group: Any, dtype: torch.dtype | None) -> None:
-    """Replace tensors by their means over all processes, with one all-reduce per bucket."""
-    under_way: list[tuple[list[Tensor], Tensor, Work]] = []
-    for bucket in buckets(tensors):
-        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-        if dtype is not None and dtype.itemsize < flat.dtype.itemsize:
-            flat = flat.to(dtype)
-        flat.div_(group.size())
-        under_way.append((bucket, flat, distributed.all_reduce(flat, group=group, async_op=True)))
-    for bucket, flat, work in under_way:
-        work.wait()
-        for tensor, mean in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
-            tensor.copy_(mean.view(tensor.shape))
-
-
-def buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Split tensors into buckets of one device and dtype and limited size; the last parameters come first, as in DDP."""
-    found: list[list[Tensor]] = []
-    latest: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], int]] = {}
-    for tensor in reversed(tensors):
-        key, size = (tensor.device, tensor.dtype), tensor.numel() * tensor.itemsize
-        bucket, filled = latest.get(key, ([], BUCKET_BYTES))
-        if filled + size > BUCKET_BYTES or not bucket:
-            bucket, filled = [], 0
-            found.append(bucket)
-        bucket.append(tensor)
-        latest[key] = bucket, filled + size
-    return found

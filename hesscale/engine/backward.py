@@ -76,7 +76,9 @@ def carry(run_backward: Callable[[], None], loss: Tensor, tensors: Sequence[Tens
     propagation = Propagation(loss, requested=tensors, fills_leaves=True, **options)
     requested = propagation.requested
     afresh = {key: not (t.is_leaf or t.retains_grad) or t.grad is None for key, t in requested.items()}
-    with averaged_with_gradients(partial(leaves_of, loss), options.get("curvature_dtype")):
+    with averaged_with_gradients(partial(leaves_of, loss), options.get("curvature_dtype")) as averaged:
+        if averaged is not None and not requested:
+            propagation.replica = averaged.replica_to_tell()
         if propagation.shards is not None:
             propagation.shards.begin()
         with own_pass():

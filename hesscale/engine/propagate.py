@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ..distributed.averaging import Replica
 from ..distributed.fully_sharded import sharded_pass
 from ..distributed.sharding import check_unsharded
 from ..errors import UnsupportedOperator
@@ -76,6 +77,7 @@ class Propagation:
             (self.uses_double_backward and self.schedule.head.inexact) or self.schedule.uses_brute_force
         ):
             raise UnsupportedOperator(SHARDED_HEAD)
+        self.replica: Replica | None = None  # the DDP module that is told which leaves are filled
         self.graph_task: int | None = None
         self.diagonals: dict[TensorKey, Tensor] = {}
         self.owned: set[TensorKey] = set()  # where nothing else refers to the diagonal's memory
@@ -102,6 +104,8 @@ class Propagation:
                 handles.append(
                     self.nodes[instruction.node_index].register_prehook(without_autocast(visit) if is_autocast else visit)
                 )
+            if self.replica is not None:
+                handles += [self.nodes[index].register_prehook(self.advance) for index in self.schedule.leaves]
             with saved_tensors_stay:
                 return run_backward()
         finally:
@@ -122,6 +126,11 @@ class Propagation:
         """Note which graph task of PyTorch's engine this pass is: every call that belongs to it comes from that task."""
         if self.graph_task is None:
             self.graph_task = current_graph_task()
+
+    def advance(self, gradients: Sequence[Tensor | None]) -> None:
+        """Let diagonals be sent to the other processes: DDP may just have sent gradients."""
+        if self.replica is not None:
+            self.replica.advance()
 
     def visit(self, instruction: Instruction, gradients: Sequence[Tensor | None]) -> None:
         """What happens when PyTorch's engine reaches a node with the gradients at its outputs."""
@@ -196,6 +205,8 @@ class Propagation:
         if self.shards is not None and self.shards.takes(leaf, diagonal):
             return
         accumulate(leaf, diagonal, gradient is None, owned)
+        if self.replica is not None:
+            self.replica.filled(leaf)
 
     def fill_uncurved_leaves(self) -> None:
         """Fill in zeros at leaves that received a gradient, but no curvature."""

@@ -27,6 +27,9 @@ COLOURS = {
     "adamw": "#d98880",
     "muon": "#2e7d32",
     "sophia-g": "#4e342e",
+    "prodigy": "#7cb342",
+    "dog": "#8d6e63",
+    "schedule-free": "#00838f",
     "untrained": "#b0b0b0",
 }
 
@@ -182,12 +185,26 @@ def untrained(params: Iterable[Any], lr: float, **options: Any) -> Adam:
     return Adam(params, lr=0.0, **options)
 
 
+def tuning_free(name: str) -> Callable[..., Any]:
+    """What makes the optimizer of another package for an agent, from its weights and step size alone."""
+
+    def build(params: Iterable[Any], lr: float, **_: Any) -> Any:
+        from .rl.tuning_free import TuningFree
+
+        return TuningFree(name, params, lr)
+
+    return build
+
+
 UNTRAINED = "untrained"
 # Agents skip steps that are not finite, and may have a trust region, which only our Adam does.
 AGENT_OPTIMIZERS = Choices(
     [
         replace(OPTIMIZERS["our-adam"], name="adam", label="Adam"),
         *(OPTIMIZERS[name] for name in ("adahessian", "adahesscale", "adahesscale-gn", "scaled-adam", "scaled-adahesscale")),
+        OptimizerSpec("prodigy", "Prodigy", tuning_free("prodigy")),
+        OptimizerSpec("dog", "DoG", tuning_free("dog")),
+        OptimizerSpec("schedule-free", "schedule-free AdamW", tuning_free("schedule-free")),
         OptimizerSpec(UNTRAINED, "untrained", untrained),
     ]
 )

@@ -93,7 +93,8 @@ class DerivativeOptimizer(Optimizer):
         """
         check_loss(loss)
         options = {"outputs": None, "head": "auto", "fallback": "error", "curvature_dtype": self.curvature_dtype, **options}
-        with averaged_with_gradients(partial(leaves_of, loss), self.curvature_dtype), unscaled_curvature(self, scale):
+        averaged = averaged_with_gradients(partial(leaves_of, loss), self.curvature_dtype, changes_later=scale is not None)
+        with averaged, unscaled_curvature(self, scale):
             engine.carry(lambda: loss.backward(retain_graph=retain_graph), loss, self.parameters(), method=self.method, **options)
 
     def fill_curvature_alone(self, loss: Tensor, *, scale: Tensor | None = None, **options: Any) -> None:

@@ -169,8 +169,11 @@ EARLIER_NAMES = {"reported": "reported_count", "on_its_way": "pending_copy", "cu
 
 
 def is_capturing() -> bool:
-    """Whether a CUDA graph is being captured. The host may not read anything then; the graph's own counter goes on."""
-    return torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing()
+    """Whether a CUDA graph is being captured. The host may not read anything then; the graph's own counter goes on.
+
+    A process that has not used CUDA captures nothing, and the question is an error where torch has CUDA but finds no driver.
+    """
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def is_finite_on_host(tensors: Sequence[Tensor]) -> bool:

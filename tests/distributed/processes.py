@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import multiprocessing
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-MAX_SECONDS = 120
+MAX_SECONDS = 400  # much longer than any test takes on a busy machine: only for a process that waits for ever
+# Processes are forked from one that has imported this, since the import takes most of the time that the tests do. That process
+# has run no operator, so it has no threads.
+PRELOADED = ["pytest", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "hesscale"]
 
 
 def run(function: Callable[..., Any], *args: Any, world_size: int = 2) -> list[Any]:
@@ -21,16 +25,19 @@ def run(function: Callable[..., Any], *args: Any, world_size: int = 2) -> list[A
         if world_size == 1:
             work(0, function, args, 1, folder)
         else:
-            mp.spawn(work, (function, args, world_size, folder), nprocs=world_size)
+            multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+            mp.start_processes(work, (function, args, world_size, folder), nprocs=world_size, start_method="forkserver")
         return [torch.load(Path(folder) / f"result{rank}", weights_only=False) for rank in range(world_size)]
 
 
 def work(rank: int, function: Callable[..., Any], args: tuple[Any, ...], world_size: int, folder: str) -> None:
     if world_size > 1:
-        faulthandler.dump_traceback_later(MAX_SECONDS, exit=True)  # a process that waits for ever for another one
+        faulthandler.dump_traceback_later(MAX_SECONDS, exit=True)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
     try:
         torch.save(function(rank, *args), Path(folder) / f"result{rank}")
+        dist.barrier()  # a process that leaves early closes connections on which another one may still receive
     finally:
         dist.destroy_process_group()
+        faulthandler.cancel_dump_traceback_later()

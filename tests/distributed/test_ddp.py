@@ -17,6 +17,7 @@ from processes import run
 from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
 
 import hesscale
 from hesscale.distributed import averaging, draws, replicas
@@ -48,21 +49,34 @@ def perceptron():
 
 
 def convolutional():
-    """Batch norm in evaluation mode: in training its statistics are those of each process's part of the batch."""
     layers = [nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.Tanh(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(12, 3)]
-    return nn.Sequential(*layers).eval()
+    return nn.Sequential(*layers)
+
+
+class Tied(nn.Module):
+    """The output layer has the weights of the embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.hidden, self.head = nn.Embedding(11, 8), nn.Linear(8, 8), nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        return self.head(self.hidden(self.embedding(tokens)).tanh()).flatten(0, 1)
 
 
 class Branches(nn.Module):
     """Of two branches, each process uses one in turn; a third one is used by none."""
 
-    def __init__(self):
+    def __init__(self, count=3):
         super().__init__()
         self.trunk = nn.Linear(4, 5)
-        self.branches = nn.ModuleList([nn.Linear(5, 3) for _ in range(3)])
+        self.branches = nn.ModuleList([nn.Linear(5, 3) for _ in range(count)])
 
-    def forward(self, x, branch=None):
+    def forward(self, x, branch=None, first=None):
         h = self.trunk(x).tanh()
+        if first is not None:
+            return self.branches[first](h).tanh() + self.branches[1 - first](h).tanh()
         return self.branches[0](h) + self.branches[1](h) if branch is None else self.branches[branch](h)
 
 
@@ -70,7 +84,9 @@ MODELS = {
     "perceptron": (perceptron, (4,)),
     "convolutional": (convolutional, (1, 6, 6)),
     "GPT": (GPT, None),
+    "tied": (Tied, None),
 }
+TINY = {"bucket_cap_mb": 1e-4}  # a bucket for nearly every parameter
 
 
 def batch(shape, step, size=8):
@@ -106,13 +122,19 @@ def recorded(model, optimizer):
     return {**state, "eta": optimizer.eta, "scaled": optimizer.scaled_share}
 
 
-def count_sent(rank, call):
-    """How many collectives the default process group runs in a call."""
-    if rank is None:
-        return call()
-    before = dist.group.WORLD._get_sequence_number_for_group()
-    call()
-    return dist.group.WORLD._get_sequence_number_for_group() - before
+def volume(call):
+    """How many numbers this process gives to all-reduces in a call, and how many all-reduces there are."""
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recorded:
+        call()
+    sizes = [torch.Size(event.input_shapes[0]).numel() for event in recorded.events() if event.name == "gloo:all_reduce"]
+    return sum(sizes), len(sizes)
+
+
+def mean_of_parts(model, tensors, rank, count=2, sizes=None):
+    """The loss of this process's part of a batch; in one process alone, the mean of the losses of all parts."""
+    ranks = range(count) if rank is None else [rank]
+    parts = [part(tensors, k, count) if sizes is None else [x.split(sizes)[k] for x in tensors] for k in ranks]
+    return torch.stack([loss_of(model, *tensors) for tensors in parts]).mean()
 
 
 # ways to train: each runs in two processes with rank 0 or 1, and in one with rank None
@@ -129,7 +151,7 @@ def trained(rank, name, how="optimizer", kind=hesscale.AdaHesScale, ddp=None, **
             take(*part(batch(shape, step), rank))
         return recorded(model, optimizer)
     for step in range(STEPS):
-        loss = loss_of(model, *part(batch(shape, step), rank))
+        loss = mean_of_parts(model, batch(shape, step), rank)  # batch norm treats each part alone
         if how == "optimizer":
             optimizer.backward(loss)
         elif how == "backward":
@@ -154,8 +176,10 @@ def accumulated(rank, forward_only=False):
             quiet = model.no_sync() if rank is not None and half == 0 else contextlib.nullcontext()
             with quiet:
                 loss = loss_of(model, *part(part((x, y), half), rank)) / 2
-                if not forward_only:
-                    sent.append((half, count_sent(rank, lambda: optimizer.backward(loss))))  # noqa: B023
+                if not forward_only and rank is not None and step < 2:
+                    sent.append(volume(lambda: optimizer.backward(loss)))  # noqa: B023
+                elif not forward_only:
+                    optimizer.backward(loss)
             if forward_only:
                 optimizer.backward(loss)
         optimizer.step()
@@ -163,17 +187,101 @@ def accumulated(rank, forward_only=False):
     return {**recorded(model, optimizer), "sent": sent}
 
 
-def occasional(rank):
-    """Curvature at every third step; what is sent at the others."""
+def occasional(rank, **options):
+    """Curvature at every third step; what is sent at each."""
     model = build(perceptron, rank)
-    optimizer = hesscale.AdaHesScale(model.parameters(), lr=0.01, curvature_every=3)
+    optimizer = hesscale.AdaHesScale(model.parameters(), lr=0.01, curvature_every=3, **options)
     sent = []
     for step in range(STEPS):
         loss = loss_of(model, *part(batch((4,), step), rank))
-        sent.append(count_sent(rank, lambda: optimizer.backward(loss)))  # noqa: B023
+        if rank is None:
+            optimizer.backward(loss)
+        else:
+            sent.append(volume(lambda: optimizer.backward(loss)))  # noqa: B023
         optimizer.step()
         optimizer.zero_grad()
-    return {**recorded(model, optimizer), "sent": sent}
+    return {**recorded(model, optimizer), "sent": sent, "size": sum(p.numel() for p in model.parameters())}
+
+
+def uneven(rank):
+    """Batches of five and three samples: the mean of the processes' losses, not of the samples'."""
+    model = build(perceptron, rank)
+    hesscale.backward(mean_of_parts(model, batch((4,), 0), rank, sizes=[5, 3]))
+    return [(p.grad, p.hess_diag) for p in model.parameters()]
+
+
+def in_another_order(rank):
+    """The processes run two branches in opposite orders, so that their diagonals arrive in opposite orders."""
+    model = build(partial(Branches, 2), rank, **TINY)
+    optimizer = hesscale.AdaHesScale(model.parameters(), lr=0.01)
+    for step in range(STEPS):
+        ranks = (0, 1) if rank is None else (rank,)
+        losses = [loss_of(partial(model, first=k), *part(batch((4,), step), k)) for k in ranks]
+        optimizer.backward(sum(losses) / len(losses))
+        optimizer.step()
+        optimizer.zero_grad()
+    return recorded(model, optimizer)
+
+
+def in_a_group_of_its_own(rank):
+    """A process group that is not the default one, in a model that is wrapped twice."""
+    model = build(perceptron, None)
+    if rank is not None:
+        model = DistributedDataParallel(DistributedDataParallel(model, process_group=dist.new_group([0, 1])))
+    hesscale.backward(loss_of(model, *part(batch((4,), 0), rank)))
+    return [(p.grad, p.hess_diag) for p in model.parameters()]
+
+
+def cleared(rank):
+    """What a pass inside no_sync has left is dropped with its gradients."""
+    model = build(perceptron, rank)
+    quiet = model.no_sync() if rank is not None else contextlib.nullcontext()
+    with quiet:
+        hesscale.backward(loss_of(model, *part(batch((4,), 1), rank)))
+    model.zero_grad()  # which leaves hess_diag
+    hesscale.backward(loss_of(model, *part(batch((4,), 0), rank)))
+    return [(p.grad, p.hess_diag) for p in model.parameters()]
+
+
+def sent_early(rank):
+    """The events of a pass in order: this parameter's gradient, and a bucket of diagonals sent."""
+    model, events = build(GPT, rank, **TINY), []
+    send = dist.all_reduce
+    with pytest.MonkeyPatch.context() as patch:
+        for name, p in model.module.named_parameters():
+            p.register_hook(lambda gradient, name=name: events.append(name))
+        patch.setattr(dist, "all_reduce", lambda *args, **options: (events.append("sent"), send(*args, **options))[1])
+        for step in range(2):
+            events.clear()
+            hesscale.backward(loss_of(model, *part(batch(None, step), rank)))
+    return events
+
+
+def changed_meanwhile(rank):
+    """A hook changes a diagonal that has been sent."""
+    model = build(perceptron, rank, **TINY)
+    hesscale.backward(loss_of(model, *part(batch((4,), 0), rank)))
+    first, *_, last = model.parameters()
+
+    def double(gradient):
+        last.hess_diag *= 2
+
+    first.register_hook(double)
+    loss = loss_of(model, *part(batch((4,), 1), rank))
+    with pytest.raises(RuntimeError, match="after it was sent"):
+        hesscale.backward(loss)
+    return True
+
+
+def left_out(rank):
+    """A pass leaves out parameters that DDP waits for, after it has sent others: an error instead of waiting."""
+    model = build(partial(Branches, 2), rank, **TINY)
+    x, y = part(batch((4,), 0), rank)
+    hesscale.backward(loss_of(model, x, y))
+    loss = loss_of(partial(model, branch=1), x, y)
+    with pytest.raises(RuntimeError, match=r"branches.0.weight, branches.0.bias. Pass find_unused_parameters=True"):
+        hesscale.backward(loss)
+    return True
 
 
 def unused(rank, **ddp):
@@ -348,6 +456,12 @@ EQUAL = {
     "Gauss-Newton": (trained, ("GPT",), {"kind": hesscale.AdaHesScaleGN}),
     "Adam with a trust region": (trained, ("perceptron",), {"kind": hesscale.Adam}),
     "static_graph": (trained, ("perceptron",), {"ddp": {"static_graph": True}}),
+    "small buckets": (trained, ("GPT",), {"ddp": TINY}),
+    "small buckets, views of them": (trained, ("convolutional",), {"ddp": {**TINY, "gradient_as_bucket_view": True}}),
+    "in another order": (in_another_order, (), {}),
+    "in a group of its own": (in_a_group_of_its_own, (), {}),
+    "cleared": (cleared, (), {}),
+    "uneven": (uneven, (), {}),
     "gradient_as_bucket_view": (trained, ("GPT",), {"ddp": {"gradient_as_bucket_view": True}}),
     "find_unused_parameters": (trained, ("GPT",), {"ddp": {"find_unused_parameters": True}}),
     "no_sync": (accumulated, (), {}),
@@ -367,6 +481,10 @@ EQUAL = {
 OTHERS = {
     "bfloat16": (trained, ("perceptron",), {"curvature_dtype": torch.bfloat16}),
     "calibrated": (calibrated, (), {}),
+    "curvature_every in bfloat16": (occasional, (), {"curvature_dtype": torch.bfloat16}),
+    "sent early": (sent_early, (), {}),
+    "changed meanwhile": (changed_meanwhile, (), {}),
+    "left out": (left_out, (), {}),
     "signs": (signs, (), {}),
     "by hand": (averaged_by_hand, (), {}),
     "refusals": (refusals, (), {}),
@@ -396,7 +514,7 @@ def test_two_processes_train_like_one(name, ranks, alone):
     for rank in ranks[:1] if name == "around the module" else ranks:
         found = rank[name]
         if isinstance(found, dict):
-            found, expected = ({k: v for k, v in result.items() if k != "sent"} for result in (found, expected))
+            found, expected = ({k: v for k, v in result.items() if k not in ("sent", "size")} for result in (found, expected))
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
@@ -406,19 +524,22 @@ def test_processes_stay_equal_bit_for_bit(ranks):
             torch.testing.assert_close(ranks[0][name], ranks[1][name], rtol=0, atol=0)
 
 
-def test_nothing_is_sent_inside_no_sync(ranks):
+def test_diagonals_are_sent_once_where_gradients_are(ranks):
     for rank in ranks:
-        assert {count for half, count in rank["no_sync"]["sent"] if half == 0} == {0}
-        assert min(count for half, count in rank["no_sync"]["sent"] if half == 1) >= 2
+        for name in ("curvature_every", "curvature_every in bfloat16"):
+            size = rank[name]["size"]
+            for step, sent in enumerate(rank[name]["sent"]):
+                assert sent == ((size, 1) if step % 3 else (2 * size, 2)), (name, step)
+        size = rank["curvature_every"]["size"]
+        assert rank["no_sync"]["sent"] == [(0, 0), (2 * size, 2)] * 2
 
 
-def test_nothing_more_is_sent_between_curvature_updates(ranks):
+def test_diagonals_are_sent_while_the_pass_goes_on(ranks):
     for rank in ranks:
-        sent = rank["curvature_every"]["sent"]
-        plain = {count for step, count in enumerate(sent) if step % 3}
-        with_curvature = {count for step, count in enumerate(sent) if step % 3 == 0}
-        assert plain == {1}  # the gradients of a small model make one bucket
-        assert with_curvature == {2}  # and so do its diagonals
+        events = rank["sent early"]
+        assert events.count("sent") > 10
+        assert events.index("sent") < events.index("first_norm.weight") - 4
+        assert ranks[0]["sent early"] == events
 
 
 def test_other_ways_to_average_are_told_that_hess_diag_is_not_averaged(ranks):
@@ -457,7 +578,7 @@ def averaged_alone(rank, kind, **ddp):
     plain = build(perceptron, None)
     x, y = batch((4,), 0)
     optimizers = [kind(m.parameters(), generator=torch.Generator().manual_seed(1)) for m in (model, plain)]
-    sent = count_sent(rank, lambda: optimizers[0].backward(loss_of(model, x, y)))
+    _, sent = volume(lambda: optimizers[0].backward(loss_of(model, x, y)))
     optimizers[1].backward(loss_of(plain, x, y))
     kind(model.parameters()).diagonals(loss_of(model, x, y), list(model.parameters()))  # from a generator of its own
     return sent, *[[p.hess_diag for p in m.parameters()] for m in (model, plain)]

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from processes import run
-from test_ddp import GPT, ROOT, STEPS, Branches, batch, count_sent, loss_of, part, perceptron, torchrun
+from test_ddp import GPT, ROOT, STEPS, Branches, batch, convolutional, loss_of, mean_of_parts, part, perceptron, torchrun, volume
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -34,7 +34,7 @@ class Tied(nn.Module):
         return self.head(self.norm(self.hidden(self.embedding(tokens)).tanh())).flatten(0, 1)
 
 
-MODELS = {"perceptron": (perceptron, (4,)), "GPT": (GPT, None), "tied": (Tied, None)}
+MODELS = {"perceptron": (perceptron, (4,)), "convolutional": (convolutional, (1, 6, 6)), "GPT": (GPT, None), "tied": (Tied, None)}
 LAYERS = (nn.Linear, nn.LayerNorm, nn.Embedding)
 
 
@@ -72,8 +72,7 @@ def recorded(model, optimizer):
     return {**state, "eta": optimizer.eta, "scaled": optimizer.scaled_share}
 
 
-def take_step(optimizer, model, tensors, how="optimizer"):
-    loss = loss_of(model, *tensors)
+def take_step(optimizer, model, loss, how="optimizer"):
     if how == "optimizer":
         optimizer.backward(loss)
     elif how == "backward":
@@ -98,7 +97,9 @@ def trained(rank, name, how="optimizer", kind=hesscale.AdaHesScale, fsdp=None, *
     make, shape = MODELS[name]
     model = build(make, rank, **(fsdp or {}))
     optimizer = kind(model.parameters(), lr=0.01, **options)
-    diagonals = [take_step(optimizer, model, mine(batch(shape, step), rank), how) for step in range(STEPS)]
+    count = 2 if rank is None else dist.get_world_size()
+    losses = (mean_of_parts(model, batch(shape, step), rank, count) for step in range(STEPS))
+    diagonals = [take_step(optimizer, model, loss, how) for loss in losses]
     return {**recorded(model, optimizer), "diagonals": diagonals}
 
 
@@ -128,7 +129,10 @@ def occasional(rank):
     sent = []
     for step in range(STEPS):
         loss = loss_of(model, *mine(batch((4,), step), rank))
-        sent.append(count_sent(rank, lambda: optimizer.backward(loss)))  # noqa: B023
+        if rank is None:
+            optimizer.backward(loss)
+        else:
+            sent.append(volume(lambda: optimizer.backward(loss)))  # noqa: B023
         optimizer.step()
         optimizer.zero_grad()
     return {**recorded(model, optimizer), "sent": sent}
@@ -181,7 +185,7 @@ def continued(rank, folder):
     optimizer = hesscale.AdaHesScale(model.parameters(), lr=0.01, trust_radius=0.05)
     if rank is None:
         for step in range(3):
-            take_step(optimizer, model, batch(None, step))
+            take_step(optimizer, model, loss_of(model, *batch(None, step)))
     else:
         weights, state = get_state_dict(model, optimizer)
         saved = {"model": weights, "optimizer": state}
@@ -189,7 +193,7 @@ def continued(rank, folder):
         set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
     assert optimizer.param_groups[0]["step_count"] == 3
     for step in range(3, 6):
-        take_step(optimizer, model, mine(batch(None, step), rank))
+        take_step(optimizer, model, loss_of(model, *mine(batch(None, step), rank)))
     return {key: value for key, value in recorded(model, optimizer).items() if key != "scaled"}
 
 
@@ -197,7 +201,7 @@ def saved(rank, folder):
     model = build(GPT, rank)
     optimizer = hesscale.AdaHesScale(model.parameters(), lr=0.01, trust_radius=0.05)
     for step in range(3):
-        take_step(optimizer, model, mine(batch(None, step), rank))
+        take_step(optimizer, model, loss_of(model, *mine(batch(None, step), rank)))
     weights, state = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
 
@@ -207,6 +211,7 @@ KEPT = {"fsdp": {"reshard_after_forward": False}}
 EQUAL = {
     "perceptron": (trained, ("perceptron",), {}),
     "GPT": (trained, ("GPT",), {}),
+    "batch norm": (trained, ("convolutional",), {}),
     "tied and frozen weights": (trained, ("tied",), {}),
     "the paper's": (trained, ("perceptron",), {"kind": hesscale.AdaHesScale.paper}),
     "GPT, the paper's with a trust region": (trained, ("GPT",), {"kind": hesscale.AdaHesScale.paper, **TRUST}),
@@ -272,11 +277,12 @@ def test_nothing_is_reduced_before_the_last_part(ranks):
     assert all(all(rank["accumulated"]["early"]) for rank in ranks)
 
 
-def test_nothing_more_is_sent_between_curvature_updates(ranks):
+def test_diagonals_are_sent_once_where_gradients_are(ranks):
     for rank in ranks:
         sent = rank["curvature_every"]["sent"]
-        (plain,) = {count for step, count in enumerate(sent) if step % 3}
-        assert {count for step, count in enumerate(sent) if step % 3 == 0} == {plain + 1}  # one group of parameters
+        ((size, one),) = {step for index, step in enumerate(sent) if index % 3}
+        assert one == 1  # one group of parameters
+        assert {step for index, step in enumerate(sent) if index % 3 == 0} == {(2 * size, 2)}
 
 
 def refusals(rank):

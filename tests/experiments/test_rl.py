@@ -30,6 +30,7 @@ from hesscale.experiments.rl.config import Config  # noqa: E402
 from hesscale.experiments.rl.networks import AgentBatch, Categorical, Gaussian  # noqa: E402
 from hesscale.experiments.rl.ppo import PPO  # noqa: E402
 from hesscale.experiments.rl.returns import gae, n_step_returns  # noqa: E402
+from hesscale.experiments.rl.tuning_free import PACKAGES  # noqa: E402
 from hesscale.experiments.rl.vector_env import Rollout, VectorEnv  # noqa: E402
 from hesscale.optim import CurvatureOptimizer  # noqa: E402
 
@@ -177,6 +178,18 @@ def test_rewards_are_divided_by_the_deviation_of_discounted_returns():
         mean = sum(seen) / (len(seen) + 1e-4)
         variance = (sum((x - mean) ** 2 for x in seen) + 1e-4 * (1 + mean**2)) / (len(seen) + 1e-4)
         assert rewards[t] == pytest.approx(min(raw / math.sqrt(variance + 1e-8), 10), rel=1e-4)
+
+
+def test_rewards_may_be_normalised_as_gymnasium_does():
+    """Which goes on with a discounted return where an episode was truncated."""
+    rewards = VectorEnv(TOY, [0], gamma=0.9, reset_returns=False).collect(STILL, 27).rewards[0]
+    other = gymnasium.wrappers.NormalizeReward(gymnasium.make(TOY), gamma=0.9)
+    other.reset(seed=0)
+    for found in rewards:
+        _, reward, terminated, truncated, _ = other.step(np.zeros(2, np.float32))
+        assert found == pytest.approx(float(np.clip(reward, -10, 10)), rel=1e-4)
+        if terminated or truncated:
+            other.reset()
 
 
 def test_actions_are_clipped_and_the_time_left_is_observed():
@@ -372,15 +385,23 @@ RUNS = {
     },
     "random": {"env": "CartPole-v1", "optimizer": "adahessian", "backend": "traced", "steps": 60},
     "cleanrl": {"algo": "ppo", "env": "InvertedPendulum-v5", "protocol": "cleanrl", "steps": 200},
+    "dog": {"env": "CartPole-v1", "optimizer": "dog", "step_size": 1.0, "steps": 60},
+    "prodigy": {"env": "CartPole-v1", "optimizer": "prodigy", "step_size": 1.0, "steps": 60},
+    "schedule-free": {"env": "CartPole-v1", "optimizer": "schedule-free", "steps": 60},
     "eager": {"env": "CartPole-v1", "optimizer": "adam", "steps": 60},
 }
 
 
 @pytest.mark.parametrize("stops", [2, pytest.param(math.inf, marks=pytest.mark.slow)], ids=["twice", "always"])
-@pytest.mark.parametrize("name", ["a2c", "random", "cleanrl", "eager", pytest.param("ppo", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name",
+    ["a2c", "random", "cleanrl", "eager", "dog", "prodigy", "schedule-free", pytest.param("ppo", marks=pytest.mark.slow)],
+)
 def test_a_resumed_run_is_as_if_never_stopped(tmp_path, monkeypatch, name, stops):
     if "Pendulum" in RUNS[name]["env"]:
         pytest.importorskip("mujoco")
+    if name in PACKAGES:
+        pytest.importorskip(PACKAGES[name][0])
     monkeypatch.setattr(rl, "POINTS", 4)
     config = dataclasses.replace(CONFIG, **RUNS[name])
     (whole,) = done(tmp_path / "whole", config)
@@ -404,6 +425,7 @@ def test_a_resumed_run_is_as_if_never_stopped(tmp_path, monkeypatch, name, stops
 TOGETHER = {
     "a2c": {"optimizer": "scaled-adahesscale", "backend": "traced", "steps": 40},
     "cleanrl": {"algo": "ppo", "optimizer": "adam", "protocol": "cleanrl", "steps": 64},
+    "sigma": {"algo": "ppo", "protocol": "cleanrl-gradients-anneal", "backend": "traced", "steps": 64},
     "eager": {"env": "CartPole-v1", "optimizer": "scaled-adam", "steps": 40},
     "ppo": {"algo": "ppo", "optimizer": "adahesscale", "backend": "traced", "steps": 64},
 }
@@ -423,7 +445,9 @@ def check_alike(found, expected):
             np.testing.assert_allclose(found.metrics[metric], points, rtol=1e-3, atol=1e-5, err_msg=metric)
 
 
-@pytest.mark.parametrize("name", ["a2c", "cleanrl", "eager", pytest.param("ppo", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["a2c", "cleanrl", "eager", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ppo", "sigma"))]
+)
 def test_agents_that_learn_together_become_what_each_does_alone(tmp_path, monkeypatch, name):
     monkeypatch.setattr(rl, "POINTS", 4)
     first = dataclasses.replace(CONFIG, **TOGETHER[name])
@@ -693,6 +717,78 @@ def test_cleanrl_shares_sigma_clips_gradients_and_lets_the_step_size_fall(monkey
     assert max(norms) == pytest.approx(0.5, rel=1e-3)  # gradients of the first rewards are large
 
 
+def test_each_part_of_cleanrl_can_be_had_alone():
+    def learning(protocol):
+        return PPO([dataclasses.replace(CONFIG, algo="ppo", protocol=protocol, rollout=8, minibatches=2, epochs=1)])
+
+    def loss(part):
+        """The loss of a batch with values far from those of the rollout, whose difference is clipped."""
+        agent, rows, ones = Gaussian(1, 2, orthogonal=False, shared=False), torch.ones(4, 1), torch.ones(4)
+        batch = rows, torch.ones(4, 2), ones, ones, ones, 9 * ones
+        return float(learning(f"paper{part}").loss(agent, *batch).detach())
+
+    assert [p.shape for p in learning("paper+sigma").agents[0].variance.parameters()] == [(2,)]
+    assert len([*learning("cleanrl-sigma").agents[0].variance.parameters()]) == 4
+    assert [learning(f"paper+{part}").is_eager for part in ("sigma", "gradients", "anneal", "values", "rewards")] == [
+        *(False, True, True, False, False)
+    ]
+    assert [learning(protocol).envs.reset_returns for protocol in ("paper", "paper+rewards")] == [True, False]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        plain = loss("")
+        torch.manual_seed(0)
+        assert loss("+values") > plain
+    (paper,), (cleanrl,), (mixed,) = (
+        {task.truncation for task in rl.tasks(rl.Settings(**given))}
+        for given in ({}, {"protocol": "cleanrl-values"}, {"protocol": "cleanrl", "truncation": "bootstrap"})
+    )
+    assert (paper, cleanrl, mixed) == ("bootstrap", "terminate", "bootstrap")
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_an_optimizer_of_another_package_takes_its_own_steps(name):
+    module, kind, _ = PACKAGES[name]
+    package = pytest.importorskip(module)
+    learning = A2C([dataclasses.replace(CONFIG, optimizer=name, step_size=1.0)])
+    (agent,) = learning.agents
+    twin = copy.deepcopy(agent)
+    own = getattr(package, kind)(twin.parameters(), lr=1.0)
+    for _ in range(3):
+        learning.iterate()
+        if name == "schedule-free":
+            own.train()
+        own.zero_grad()
+        learning.loss(twin, *[tensor[0] for tensor in learning.batch]).backward()
+        own.step()
+    torch.testing.assert_close(list(agent.parameters()), list(twin.parameters()))
+    assert not learning.trust_metrics(0)
+    before = copy.deepcopy(agent.state_dict())
+    final = learning.final_policy(0)["agent"]
+    torch.testing.assert_close(agent.state_dict(), before)
+    if name == "schedule-free":
+        own.eval()
+    torch.testing.assert_close(final, twin.state_dict())
+
+
+def test_steps_of_another_package_that_are_not_finite_are_counted():
+    pytest.importorskip("prodigyopt")
+    learning = A2C([dataclasses.replace(CONFIG, optimizer="prodigy", step_size=1.0, seed=seed) for seed in range(2)])
+    learning.agents[1].critic[0].weight.data.fill_(math.nan)
+    learning.iterate()
+    assert [optimizer.nonfinite_steps for optimizer in learning.optimizers] == [0, 1]
+    assert learning.envs.diverged_at == [None, 5]
+    learning.iterate()
+    assert [optimizer.nonfinite_steps for optimizer in learning.optimizers] == [0, 1]
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch):
+    monkeypatch.setitem(PACKAGES, "dog", ("no_such_module", "DoG", "dog-optimizer"))
+    with pytest.raises(
+        ModuleNotFoundError, match=r"the optimizer dog needs dog-optimizer: pip install 'hesscale\[experiments\]'"
+    ):
+        A2C([dataclasses.replace(CONFIG, optimizer="dog")])
+
+
 def test_discrete_actions_start_where_the_environment_counts_from():
     name = register("hesscale-test/Choice-v0", actions=gymnasium.spaces.Discrete(3, start=5))
     VectorEnv(name, [0]).collect(Fixed(2), 1)
@@ -709,14 +805,15 @@ def test_unknown_names_are_refused_with_close_ones():
         (rl.Settings(algo="dqn"), "no algorithm is called 'dqn'; there are a2c, ppo"),
         (rl.Settings(optimizer="sgd"), "no optimizer is called 'sgd'"),
         (rl.Settings(protocol="mine"), "protocol='mine' is not one of paper, cleanrl"),
+        (rl.Settings(protocol="paper+sigmas"), "part of CleanRL's: sigma, gradients, anneal, values, rewards"),
         (rl.Settings(step_size="x"), "a number, not 'x'"),
         (rl.Settings(optimizer="@1e-3"), "'@1e-3' is not of the form name or name@step size"),
         (rl.Settings(optimizer="adam@"), "'adam@' is not of the form name or name@step size"),
         (rl.Settings(env=","), "no environment is asked for"),
         (rl.Settings(steps=0), "steps=0 must be at least 1"),
         (rl.Settings(eps=-1.0), "eps=-1.0 must be at least 0"),
-        (rl.Settings(truncation="ignore"), "truncation='ignore' is not one of bootstrap, terminate"),
-        (rl.Settings(protocol="cleanrl", half_value_loss=True), "half_value_loss is of the paper's protocol"),
+        (rl.Settings(truncation="ignore"), "truncation='ignore' is not one of auto, bootstrap, terminate"),
+        (rl.Settings(protocol="cleanrl", half_value_loss=True), "half_value_loss is of the paper's value loss"),
     ):
         with pytest.raises(ValueError, match=message):
             rl.tasks(settings)

@@ -199,3 +199,19 @@ def test_stored_pages_are_those_of_the_stored_records(environments, rl_speed, na
     path = ROOT / "results" / ("environments" if name == "environments" else "rl_speed") / f"{name}.json"
     page = environments.page if name == "environments" else rl_speed.page
     assert page(json.loads(path.read_text(encoding="utf-8"))) == path.with_suffix(".md").read_text(encoding="utf-8")
+
+
+# ------------------------------------------------------------------------------------------------- other people's algorithms
+
+
+def test_every_optimizer_trains_agents_of_stable_baselines3(monkeypatch, tmp_path):
+    pytest.importorskip("stable_baselines3")
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    sb3 = importlib.import_module("sb3_agents")
+    sb3.main(["--only", "a2c-cartpole", "--seeds", "2", "--steps", "100", "--out", str(tmp_path)])
+    rows = json.loads((tmp_path / "sb3.json").read_text())["rows"]
+    assert [row["optimizer"] for row in rows] == list(sb3.OPTIMIZERS)
+    assert rows[0]["to_adam"] == 1
+    for row in rows:
+        assert [run["seed"] for run in row["runs"]] == [0, 1]
+        assert all(run["mean_return"] > 0 and run["train_s"] > 0 for run in row["runs"])

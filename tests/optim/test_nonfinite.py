@@ -135,3 +135,16 @@ def test_counts_of_a_saved_run_are_not_reported_again():
     with pytest.raises(hesscale.NonFiniteError):
         bad_step(opt, w)
     assert opt.nonfinite_steps == 6
+
+
+@pytest.mark.parametrize("make", [AdaHesScale, AdaHesScale.paper, hesscale.Adam])
+def test_steps_on_a_cpu_ask_cuda_nothing(make, monkeypatch):
+    """A torch that was built for CUDA, on a machine without a driver: asking whether a graph is captured is an error there."""
+
+    def insufficient_driver():
+        raise RuntimeError("CUDA driver version is insufficient for CUDA runtime version")
+
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", insufficient_driver)
+    model = make_model()
+    train(model, make(model.parameters(), lr=0.01), count=3)

@@ -18,14 +18,14 @@ from ..lab.choices import choose, named
 from ..lab.experiment import Experiment, option
 from ..lab.store import Pause, Run
 from ..optimizers import AGENT_OPTIMIZERS, HELP, positives, with_step_sizes
-from ..rl.config import OWN, POLICIES, PROTOCOLS, TRUNCATIONS, Config
+from ..rl.config import OWN, PARTS, POLICIES, TRUNCATIONS, Config, parts_of
 from ._rl_figures import sections
 
 if TYPE_CHECKING:
     from ..rl.learner import Algorithm
 
 ALGORITHMS = ("a2c", "ppo")
-CHOICES = {"policy": POLICIES, "protocol": PROTOCOLS, "truncation": TRUNCATIONS, "backend": BACKENDS}
+CHOICES = {"policy": POLICIES, "truncation": ("auto", *TRUNCATIONS), "backend": BACKENDS}
 OF_PPO = ("gae_lambda", "clip", "epochs", "minibatches")
 POINTS = 100  # of a curve
 CHECKPOINT_SECONDS = 20.0
@@ -44,14 +44,16 @@ class Settings:
     humanoid_steps: int = option(0, "steps in Humanoid and HumanoidStandup; 0 for as many as elsewhere")
     policy: str = option("auto", f"distribution of the actions: {', '.join(POLICIES)}")
     protocol: str = option(
-        "paper", "paper, or cleanrl: a shared standard deviation, clipped gradients and a step size that falls to 0"
+        "paper", f"paper or cleanrl; paper+sigma has one part of CleanRL's, cleanrl-values all but one; parts: {', '.join(PARTS)}"
     )
     normalize: bool = option(True, "normalize observations and rewards")
     eps: float = option(1e-5, "ε of the optimizers; the paper's text has 1e-8, the authors' code 1e-5")
     trust_radius: str = option("1e-8", "Δ of the scaled optimizers, for each network; several are separated by commas")
     half_value_loss: bool = option(False, "train the critic with ½ (v − R)², whose curvature is 1, in place of (v − R)²")
     truncation: str = option(
-        "bootstrap", "how a truncated episode ends: bootstrap with the value of its last state, or terminate as if it were over"
+        "auto",
+        "how a truncated episode ends: bootstrap with the value of its last state, or terminate as if it were over; "
+        "auto: as the protocol has it, which for cleanrl is terminate",
     )
     rollout: int = option(0, "steps between updates; 0 for 5 (A2C) or 2048 (PPO)")
     gamma: float = option(0.99, "discount factor γ")
@@ -98,14 +100,16 @@ def tasks(settings: Settings) -> list[Config]:
             raise ValueError(f"{name}={getattr(settings, name)!r} is not one of {', '.join(known)}")
     check_ranges(settings)
     radii = positives(settings.trust_radius, "trust_radius")
-    if settings.protocol == "cleanrl" and settings.half_value_loss:
-        raise ValueError("half_value_loss is of the paper's protocol; CleanRL's has a value loss of its own")
+    if "values" in parts_of(settings.protocol) and settings.half_value_loss:
+        raise ValueError(f"half_value_loss is of the paper's value loss; protocol={settings.protocol!r} has CleanRL's")
     steps = {name: (name.startswith("Humanoid") and settings.humanoid_steps) or settings.steps for name in environments}
     same = (
-        *("policy", "protocol", "normalize", "half_value_loss", "truncation", "eps", "backend"),
+        *("policy", "protocol", "normalize", "half_value_loss", "eps", "backend"),
         *("rollout", "gamma", "width", "entropy"),
     )
     shared = {name: getattr(settings, name) for name in same}
+    by_protocol = "terminate" if settings.protocol.startswith("cleanrl") else "bootstrap"
+    shared["truncation"] = by_protocol if settings.truncation == "auto" else settings.truncation
     cells = itertools.product(range(settings.seeds), environments, algos, pairs, radii)
     found: dict[Config, None] = {}
     for seed, env, algo, (name, size), radius in cells:
@@ -234,7 +238,7 @@ class Training:
         """The results of an agent; its policy is saved beside its run."""
         from ..rl.evaluate import save_policy
 
-        save_policy(self.runs[k].directory / "policy.pt", self.learning.policy(k))
+        save_policy(self.runs[k].directory / "policy.pt", self.learning.final_policy(k))
         self.scores[k].take(self.envs.finished[k])
         taken = sum(self.envs.steps if at is None else at for at in self.envs.diverged_at)
         rate = None if self.pace.mean is None else self.pace.mean * taken / self.envs.steps

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
-PROTOCOLS = ("paper", "cleanrl")
+PARTS = {  # of CleanRL's protocol, each of which can be added to the paper's or taken away
+    "sigma": "one σ for all states, in place of a network",
+    "gradients": "the norm of the gradient clipped to 0.5",
+    "anneal": "a step size that falls to 0",
+    "values": "PPO's value loss clipped and weighted by a quarter",
+    "rewards": "a reward normaliser that truncation does not reset",
+}
+PROTOCOLS = {"paper": frozenset[str](), "cleanrl": frozenset(PARTS)}
 POLICIES = ("auto", "gaussian", "categorical")
 TRUNCATIONS = ("bootstrap", "terminate")
 OWN = ("seed", "step_size", "eps", "trust_radius")  # settings in which agents that are trained together may differ
@@ -22,8 +30,8 @@ class Config:
         trust_radius: Δ, of the scaled optimizers; the default for all others, which do not use it.
         steps: of the environment, rounded up to whole rollouts.
         policy: ``"auto"``, ``"gaussian"`` or ``"categorical"``.
-        protocol: ``"paper"``, or ``"cleanrl"``: σ is a shared parameter, gradients are clipped, the step size falls to 0, and PPO
-            clips and halves its value loss.
+        protocol: ``"paper"``, or ``"cleanrl"``, which has all ``PARTS``; ``"paper+sigma"`` has one of them, ``"cleanrl-values"``
+            all but one.
         normalize: observations and rewards.
         half_value_loss: ½ (v − R)² in place of (v − R)².
         truncation: ``"bootstrap"``: an episode that is cut off is worth r + γ v(s') at its end; ``"terminate"``: r, as if it were
@@ -33,7 +41,7 @@ class Config:
         gae_lambda, clip, epochs, minibatches: of PPO; A2C does not use them. 0 epochs or minibatches stand for 10 and 32.
         width: units in each hidden layer.
         entropy: the coefficient of the entropy bonus.
-        backend: of :func:`hesscale.compile_step`; with CleanRL's protocol steps are eager whatever it is.
+        backend: of :func:`hesscale.compile_step`; steps with clipped gradients or a falling step size are eager whatever it is.
     """
 
     algo: str
@@ -58,3 +66,23 @@ class Config:
     minibatches: int = 0
     width: int = 64
     entropy: float = 0.0
+
+    @property
+    def parts(self) -> frozenset[str]:
+        return parts_of(self.protocol)
+
+
+def parts_of(protocol: str) -> frozenset[str]:
+    """What a protocol has of CleanRL's.
+
+    >>> sorted(parts_of("paper+sigma+anneal")), sorted(PARTS.keys() - parts_of("cleanrl-values"))
+    (['anneal', 'sigma'], ['values'])
+    """
+    name, *changes = re.split(r"(?=[+-])", protocol)
+    unknown = [change for change in changes if change[1:] not in PARTS]
+    if name not in PROTOCOLS or unknown:
+        raise ValueError(
+            f"protocol={protocol!r} is not one of {', '.join(PROTOCOLS)}, with + or − and a part of CleanRL's: {', '.join(PARTS)}"
+        )
+    added, removed = ({change[1:] for change in changes if change[0] == sign} for sign in "+-")
+    return (PROTOCOLS[name] | added) - removed

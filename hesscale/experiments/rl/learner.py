@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -16,12 +16,14 @@ from ...compile.ensemble import ensemble
 from ...compile.step import compile_step
 from ...optim import CurvatureOptimizer
 from ..lab.store import seeded
-from ..optimizers import AGENT_OPTIMIZERS
+from ..optimizers import AGENT_OPTIMIZERS, UNTRAINED
 from .config import OWN, Config
 from .networks import Agent, AgentBatch, Array, Categorical, Gaussian
+from .tuning_free import TuningFree
 from .vector_env import Rollout, VectorEnv
 
 MAX_NORM = 0.5  # of gradients in CleanRL's protocol
+Optimizer: TypeAlias = CurvatureOptimizer | TuningFree
 
 
 class Algorithm:
@@ -43,7 +45,9 @@ class Algorithm:
         check_alike(configs)
         self.configs, self.config = list(configs), configs[0]
         self.rollout = self.config.rollout or type(self).rollout
+        self.parts = self.config.parts
         options = {"gamma": self.config.gamma, "normalize": self.config.normalize, "time_feature": time_feature}
+        options["reset_returns"] = "rewards" not in self.parts
         self.make_envs: Callable[[list[int]], VectorEnv] = lambda seeds: VectorEnv(self.config.env, seeds, **options)  # type: ignore[arg-type]
         self.envs = self.make_envs([config.seed for config in configs])
         self.agents: list[Agent] = []
@@ -56,7 +60,7 @@ class Algorithm:
         self.optimizers = [optimizer_for(agent, config) for agent, config in zip(self.agents, configs, strict=True)]
         self.compile: Callable[..., None] = lambda *_: None
         self.step = self.make_step()
-        self.is_warm = self.is_cleanrl
+        self.is_warm = self.is_eager
         self.replica: VectorEnv | None = (
             None  # a copy of the first environment, restored from its saved state, which must do the same
         )
@@ -66,8 +70,9 @@ class Algorithm:
         self.metrics: list[dict[str, float]] = [{} for _ in configs]
 
     @property
-    def is_cleanrl(self) -> bool:
-        return self.config.protocol == "cleanrl"
+    def is_eager(self) -> bool:
+        """Whether steps are taken one by one and not compiled, since they do what no compiled step does."""
+        return not self.parts.isdisjoint(("gradients", "anneal")) or isinstance(self.optimizers[0], TuningFree)
 
     @property
     def loss(self) -> Callable[..., Tensor]:
@@ -84,19 +89,20 @@ class Algorithm:
 
     def make_step(self) -> Callable[..., Any]:
         """A function of (*batch) that updates all agents; the first dimension of the batch is the agent."""
-        if self.is_cleanrl:
-            return self.clipped_steps
+        if self.is_eager:
+            return self.eager_steps
+        optimizers = [optimizer for optimizer in self.optimizers if isinstance(optimizer, CurvatureOptimizer)]
         if len(self.agents) > 1:
-            together = ensemble(self.agents, self.loss, self.optimizers, backend=self.config.backend)
+            together = ensemble(self.agents, self.loss, optimizers, backend=self.config.backend)
             self.compile = together.warm_up
             return together.again
-        alone = compile_step(self.agents[0], self.loss, self.optimizers[0], backend=self.config.backend)
+        alone = compile_step(self.agents[0], self.loss, optimizers[0], backend=self.config.backend)
         self.compile = lambda *batch: alone.warm_up(*[tensor[0] for tensor in batch])
         return lambda *batch: alone.again(*[tensor[0] for tensor in batch])
 
     def iterate(self, is_logged: bool = True) -> None:
         """Collect a rollout and update the agents."""
-        if self.is_cleanrl:
+        if "anneal" in self.parts:
             self.anneal()
         self.agent_batch.refresh()
         replica, self.replica = self.replica, None
@@ -144,7 +150,9 @@ class Algorithm:
             torch.set_rng_state(outside)
 
     def update(self, *batch: Tensor) -> None:
-        """One step of all networks."""
+        """One step of all networks; agents that are to stay untrained take none, and need no compiled step."""
+        if self.config.optimizer == UNTRAINED:
+            return
         if not self.is_warm:
             self.warm_up(batch)
         self.step(*batch)
@@ -154,15 +162,18 @@ class Algorithm:
         self.compile(*batch)
         self.is_warm = True
 
-    def pairs(self) -> list[tuple[Agent, CurvatureOptimizer]]:
+    def pairs(self) -> list[tuple[Agent, Optimizer]]:
         return list(zip(self.agents, self.optimizers, strict=True))
 
-    def clipped_steps(self, *batch: Tensor) -> None:
-        """Take eager steps with the norm of the gradient clipped."""
+    def eager_steps(self, *batch: Tensor) -> None:
+        """Steps of one agent after the other, with the norm of the gradient clipped where the protocol says so."""
         for k, (agent, optimizer) in enumerate(self.pairs()):
+            if self.envs.diverged_at[k] is not None:
+                continue
             optimizer.zero_grad()
             optimizer.backward(self.loss(agent, *[tensor[k] for tensor in batch]))
-            nn.utils.clip_grad_norm_(agent.parameters(), MAX_NORM)
+            if "gradients" in self.parts:
+                nn.utils.clip_grad_norm_(agent.parameters(), MAX_NORM)
             optimizer.step()
 
     def values(self, rollout: Rollout) -> tuple[Array, Array]:
@@ -212,13 +223,19 @@ class Algorithm:
             "steps": self.envs.steps if (at := self.envs.diverged_at[k]) is None else at,
         }
 
+    def final_policy(self, k: int) -> dict[str, Any]:
+        """The policy to play with; of an optimizer that averages its iterates, the average."""
+        optimizer = self.optimizers[k]
+        with optimizer.averaged() if isinstance(optimizer, TuningFree) else contextlib.nullcontext():
+            return self.policy(k)
+
     def load(self, k: int, state: dict[str, Any]) -> None:
         self.envs.load(k, state["world"])
         self.agents[k].load_state_dict(state["agent"])
         self.optimizers[k].load_state_dict(state["optimizer"])
         self.optimizers[k].counters.update(state["counters"])
         self.random_state = state["random_state"]
-        self.step, self.is_warm = self.make_step(), self.is_cleanrl  # `again` would go on with what the optimizers had
+        self.step, self.is_warm = self.make_step(), self.is_eager  # `again` would go on with what the optimizers had
         self.shuffles[k].set_state(state["shuffle"])
         self.kept = {}
         self.keep()
@@ -232,10 +249,10 @@ def check_alike(configs: Sequence[Config]) -> None:
             raise ValueError(f"agents that learn together differ in {', '.join(OWN)} alone, not as {configs[0]} and {config}")
 
 
-def optimizer_for(agent: Agent, config: Config) -> CurvatureOptimizer:
-    """An optimizer with one parameter group, and so one trust region, for each network."""
+def optimizer_for(agent: Agent, config: Config) -> Optimizer:
+    """An optimizer with one parameter group, and so one trust region, for each network; those of other packages have one."""
     spec = AGENT_OPTIMIZERS[config.optimizer]
-    optimizer = spec.make(
+    optimizer: object = spec.make(
         [{"params": network.parameters()} for network in agent.networks.values()],
         config.step_size,
         eps=config.eps,
@@ -243,7 +260,7 @@ def optimizer_for(agent: Agent, config: Config) -> CurvatureOptimizer:
         trust_region="group",
         on_nonfinite="skip",
     )
-    assert isinstance(optimizer, CurvatureOptimizer)
+    assert isinstance(optimizer, (CurvatureOptimizer, TuningFree))
     return optimizer
 
 
@@ -255,7 +272,7 @@ def agent_for(env: VectorEnv, config: Config, *, orthogonal: bool) -> Agent:
         raise ValueError(f"{config.env} has {kind} actions, for which policy={config.policy!r} is none; use {wanted!r} or 'auto'")
     if env.is_discrete:
         return Categorical(env.inputs, env.outputs, orthogonal=orthogonal, width=config.width)
-    shared = config.protocol == "cleanrl"
+    shared = "sigma" in config.parts
     return Gaussian(env.inputs, env.outputs, orthogonal=orthogonal, shared=shared, width=config.width)
 
 

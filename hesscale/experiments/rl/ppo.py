@@ -29,7 +29,8 @@ class PPO(Algorithm):
 
     @property
     def loss(self) -> Callable[..., Tensor]:
-        half, clip, bonus, is_cleanrl = self.config.half_value_loss, self.config.clip, self.config.entropy, self.is_cleanrl
+        half, clip, bonus = self.config.half_value_loss, self.config.clip, self.config.entropy
+        is_clipped = "values" in self.parts
 
         def loss(agent: Agent, *batch: Tensor) -> Tensor:
             observations, actions, advantages, returns, old, old_values = batch
@@ -37,7 +38,7 @@ class PPO(Algorithm):
             if bonus:
                 policy = policy - bonus * agent.entropy(observations)
             values = agent.values(observations)
-            if is_cleanrl:
+            if is_clipped:
                 return policy + 0.5 * clipped_value_loss(values, returns, old_values, clip=clip, half=True)
             return policy + value_loss(values, returns, half=half)
 

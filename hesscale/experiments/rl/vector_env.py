@@ -86,9 +86,17 @@ class VectorEnv:
     """
 
     def __init__(
-        self, name: str, seeds: Sequence[int], *, gamma: float = 0.99, normalize: bool = True, time_feature: bool = False
+        self,
+        name: str,
+        seeds: Sequence[int],
+        *,
+        gamma: float = 0.99,
+        normalize: bool = True,
+        time_feature: bool = False,
+        reset_returns: bool = True,
     ) -> None:
         self.name, self.gamma, self.normalize, self.time_feature = name, gamma, normalize, time_feature
+        self.reset_returns = reset_returns
         self.environments = environments([make(name) for _ in seeds])
         first = self.environments.envs[0]
         space, self.actions = first.observation_space, first.action_space
@@ -174,7 +182,7 @@ class VectorEnv:
         following = self.see(rows, raw)
         self.observations[rows] = following
         ended = terminated | truncated
-        judged = self.judge(rows, rewards, ended)
+        judged = self.judge(rows, rewards, terminated, ended)
         if ended.any():
             self.begin([going[i] for i in np.flatnonzero(ended)])
         return following, judged, terminated, ended
@@ -198,13 +206,18 @@ class VectorEnv:
             x = np.concatenate([x, 1 - self.lengths[rows][:, None] / self.limit], 1)
         return x.astype(np.float32)
 
-    def judge(self, rows: Any, rewards: Array, ended: Array) -> Array:
-        """The rewards, divided by the standard deviations of discounted returns and clipped."""
+    def judge(self, rows: Any, rewards: Array, terminated: Array, ended: Array) -> Array:
+        """The rewards, divided by the standard deviations of discounted returns and clipped.
+
+        A discounted return begins anew after the end of an episode, or with ``reset_returns=False`` as in gymnasium's
+        ``NormalizeReward``: with the last reward of an episode that terminated, and not where one was truncated.
+        """
         if not self.normalize:
             return rewards
-        discounted = self.gamma * self.discounted[rows] + rewards
+        kept = self.discounted[rows] if self.reset_returns else self.discounted[rows] * ~terminated
+        discounted = self.gamma * kept + rewards
         self.returns.update(rows, discounted[:, None])
-        self.discounted[rows] = discounted * ~ended
+        self.discounted[rows] = discounted * ~ended if self.reset_returns else discounted
         return clipped(rewards / np.sqrt(self.returns.variance[rows, 0] + 1e-8))
 
     def state(self, k: int) -> dict[str, Any]:

@@ -1,0 +1,174 @@
+"""Stable-Baselines3 with its own Adam and with ``hesscale.sb3.with_curvature``: what is learned, and what ``train()`` costs.
+
+Every algorithm has Stable-Baselines3's defaults, but for what ``CASES`` changes. All optimizers have the same step size, except
+the last, which has step size 1 and a trust region. Returns are those of training. Seconds are those of the processor.
+
+    python benchmarks/sb3_agents.py --out results/sb3
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent.parent))  # from a checkout that is not installed, too
+
+import gymnasium
+import torch
+from records import header, made_by, save
+
+import hesscale
+from hesscale.experiments.bench.measure import digits
+from hesscale.experiments.lab.markdown import markdown_table
+from hesscale.experiments.lab.statistics import summary
+from hesscale.optim.bounds import NEUTRAL
+
+FINAL = 0.2  # the share of the steps whose episodes are the end of a run
+
+
+@dataclass(frozen=True)
+class Case:
+    """An algorithm on an environment; ``options`` are those that differ from Stable-Baselines3's defaults."""
+
+    algo: str
+    env: str
+    steps: int
+    options: Mapping[str, Any] = field(default_factory=dict)
+    net_arch: tuple[int, ...] | None = None
+
+
+OFF_POLICY = {"learning_rate": 1e-3, "learning_starts": 500}
+OF_DQN = {
+    "learning_rate": 2.3e-3,
+    "batch_size": 64,
+    "learning_starts": 1000,
+    "target_update_interval": 10,
+    "train_freq": 256,
+    "gradient_steps": 128,
+    "exploration_fraction": 0.16,
+    "exploration_final_eps": 0.04,
+}
+CASES = {
+    "a2c-cartpole": Case("A2C", "CartPole-v1", 20_000, {"use_rms_prop": False}),
+    "ppo-cartpole": Case("PPO", "CartPole-v1", 20_480),
+    "dqn-cartpole": Case("DQN", "CartPole-v1", 20_000, OF_DQN, (64, 64)),
+    "sac-pendulum": Case("SAC", "Pendulum-v1", 5_000, OFF_POLICY, (64, 64)),
+    "td3-pendulum": Case("TD3", "Pendulum-v1", 5_000, OFF_POLICY, (64, 64)),
+    "ppo-pendulum": Case("PPO", "Pendulum-v1", 30_720, {"learning_rate": 1e-3, "gamma": 0.9, "n_steps": 1024}),
+}
+SCALED = "AdaHesScale, step size 1, Δ = 1e-7"
+OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "Adam (torch)": (None, {}),
+    "AdaHesScale": (hesscale.AdaHesScale, {"eps": 1e-5}),
+    SCALED: (hesscale.AdaHesScale, {"eps": 1e-5, "trust_radius": 1e-7, **NEUTRAL}),
+}
+ON_POLICY = ("PPO", "A2C")  # the radius was chosen with these two algorithms
+
+
+def agent(case: Case, name: str, seed: int) -> Any:
+    import stable_baselines3 as sb3
+
+    kind, (optimizer, options) = getattr(sb3, case.algo), OPTIMIZERS[name]
+    if optimizer is not None:
+        kind = hesscale.sb3.with_curvature(kind, optimizer, **options)
+    given = {**case.options, **({"learning_rate": 1.0} if name == SCALED else {})}
+    policy = {} if case.net_arch is None else {"net_arch": list(case.net_arch)}
+    return kind("MlpPolicy", gymnasium.make(case.env), policy_kwargs=policy, seed=seed, device="cpu", **given)
+
+
+def learned(case: Case, name: str, seed: int, steps: int) -> dict[str, Any]:
+    """Train an agent. Returns its returns and the seconds that ``train()`` took."""
+    from stable_baselines3.common.callbacks import BaseCallback
+
+    episodes: list[tuple[int, float]] = []  # the step at which each ended, and its return
+
+    class Watch(BaseCallback):
+        def _on_step(self) -> bool:
+            episodes.extend((self.num_timesteps, info["episode"]["r"]) for info in self.locals["infos"] if "episode" in info)
+            return True
+
+    model, spent = agent(case, name, seed), [0.0]
+    model.train = timed(model.train, spent)
+    model.learn(steps, callback=Watch())
+    last = [total for at, total in episodes if at > (1 - FINAL) * steps]
+    means = [digits(statistics.fmean(found)) if found else None for found in ([total for _, total in episodes], last)]
+    return {
+        "seed": seed,
+        "mean_return": means[0],
+        "final_return": means[1],
+        "train_s": digits(spent[0]),
+        "episodes": len(episodes),
+    }
+
+
+def timed(train: Callable[..., None], spent: list[float]) -> Callable[..., None]:
+    def counted(*arguments: Any, **options: Any) -> None:
+        start = time.process_time()
+        train(*arguments, **options)
+        spent[0] += time.process_time() - start
+
+    return counted
+
+
+def measured(name: str, seeds: int, steps: int | None) -> list[dict[str, Any]]:
+    """A row for each optimizer; seeds take turns, so that all optimizers meet the same load of the machine."""
+    case = CASES[name]
+    names = [optimizer for optimizer in OPTIMIZERS if optimizer != SCALED or case.algo in ON_POLICY]
+    rows = [{"case": name, "algo": case.algo, "env": case.env, "optimizer": each, "runs": []} for each in names]
+    for seed in range(seeds):
+        for row in rows:
+            row["runs"].append(learned(case, row["optimizer"], seed, steps or case.steps))
+    for row in rows:
+        row["steps"] = steps or case.steps
+        pairs = zip(row["runs"], rows[0]["runs"], strict=True)
+        row["to_adam"] = digits(statistics.median(own["train_s"] / adam["train_s"] for own, adam in pairs))
+    return rows
+
+
+def page(found: Mapping[str, Any]) -> str:
+    """The table, made from the record alone."""
+    names = ["algorithm", "environment", "steps", "optimizer", "mean return", "final return", "time of train()"]
+    body = [
+        [row["algo"], row["env"], f"{row['steps']:,}", row["optimizer"], *returns(row["runs"]), f"{row['to_adam']:.2f}"]
+        for row in found["rows"]
+    ]
+    return (
+        f"# Stable-Baselines3 with AdaHesScale\n\n{made_by(found)} Means over\n{found['seeds']} seeds ± standard errors, of the "
+        f"episodes of training: all of them, and those that ended in the last {FINAL:.0%} of the\nsteps. The time of train() is "
+        f"relative to torch's Adam with the same seed, a median over seeds.\n\n{markdown_table(names, body)}"
+    )
+
+
+def returns(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    cells = []
+    for key in ("mean_return", "final_return"):
+        values = [run[key] for run in runs if run[key] is not None]
+        cells.append(summary(values).text(".0f") if values else "–")
+    return cells
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, help="of every case, in place of its own")
+    parser.add_argument("--out", type=Path, default=Path("results/sb3"))
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    found = header("sb3_agents.py", arguments) | {"seeds": options.seeds, "rows": []}
+    for name in options.only:
+        start = time.perf_counter()
+        found["rows"] += measured(name, options.seeds, options.steps)
+        print(f"{name}: {time.perf_counter() - start:.0f} s", flush=True)
+        save(options.out / "sb3", found, page(found))  # after each case, since all of them take long
+
+
+if __name__ == "__main__":
+    main()
