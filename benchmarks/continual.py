@@ -79,7 +79,7 @@ def by_backpack(extension: type, result: str) -> Callable[[nn.Module, Batches], 
 
 
 def ours(**options: Any) -> Callable[[nn.Module, Batches], dict[str, Tensor]]:
-    return lambda model, batches: importance(model, batches, F.cross_entropy, **options)
+    return lambda model, batches: importance(model, batches, lambda model, x, y: F.cross_entropy(model(x), y), **options)
 
 
 def ones(model: nn.Module, batches: Batches) -> dict[str, Tensor]:

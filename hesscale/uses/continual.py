@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..estimators import estimate
+from .derivatives import LossFunction, arguments_of
 from .gauss_newton import METHODS, check_method, gauss_newton
 
 __all__ = ["EWC", "importance"]
@@ -19,8 +20,8 @@ EMPIRICAL_FISHER = "empirical_fisher"
 
 def importance(
     model: nn.Module,
-    loader: Iterable[tuple[Tensor, Tensor]],
-    loss_fn: Callable[[Tensor, Tensor], Tensor],
+    loader: Iterable[Any],
+    loss_fn: LossFunction,
     *,
     method: str = "hesscale_gn",
     num_samples: int = 1,
@@ -32,9 +33,9 @@ def importance(
     The model is in eval mode meanwhile. No ``.grad`` changes. Parameters that do not require gradients are left out.
 
     Args:
-        model: called with the inputs of a batch.
-        loader: batches ``(inputs, targets)``.
-        loss_fn: ``loss_fn(model(inputs), targets)`` is the mean of a batch's losses. A batch counts by its number of targets.
+        loader: batches. A tuple or list is unpacked, anything else is one argument; tensors move to the model's device.
+        loss_fn: ``loss_fn(model, *batch)``, the mean loss of a batch. A batch counts by its examples: the length of its first
+            tensor.
         method: ``"hesscale_gn"``; ``"ggn"`` (exact), ``"ggn_mc"`` or ``"ggn_mc_per_sample"`` for the Gauss-Newton diagonal; or
             ``"empirical_fisher"`` for the mean of each sample's own squared gradient.
         num_samples: how many draws the random methods and the calibration average for each batch.
@@ -45,7 +46,7 @@ def importance(
         >>> import torch
         >>> from hesscale.uses.continual import importance
         >>> model, x = torch.nn.Linear(2, 1, bias=False), torch.tensor([[1.0, 2.0], [3.0, 0.0]])
-        >>> importance(model, [(x, torch.zeros(2, 1))], torch.nn.functional.mse_loss)
+        >>> importance(model, [x], lambda model, x: model(x).square().mean())
         {'weight': tensor([[10.,  4.]])}
     """
     check_method(method, calibrate, (*METHODS, EMPIRICAL_FISHER))
@@ -59,17 +60,18 @@ def importance(
     count, modes = 0, {module: module.training for module in model.modules()}
     model.eval()
     try:
-        for inputs, targets in loader:
+        for batch in loader:
+            arguments, size = arguments_of(batch, device)
             with torch.enable_grad():
-                loss = loss_fn(model(inputs.to(device)), targets.to(device))
+                loss = loss_fn(model, *arguments)
             for sum_, diagonal in zip(total.values(), diagonals(loss, list(named.values())), strict=True):
-                sum_.add_(diagonal, alpha=len(targets))
-            count += len(targets)
+                sum_.add_(diagonal, alpha=size)
+            count += size
     finally:
         for module, mode in modes.items():
             module.training = mode
     if count == 0:
-        raise ValueError("the loader has no samples, so there is no importance; if it is an iterator, create a new one")
+        raise ValueError("the loader has no batches, or they are empty; if it is an iterator, create a new one")
     return {name: sum_ / count for name, sum_ in total.items()}
 
 

@@ -26,12 +26,16 @@ def network():
     return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
 
 
+def mean_loss(model, x, y):
+    return F.cross_entropy(model(x), y)
+
+
 class TestImportance:
     def test_of_a_quadratic_loss_is_its_hessian(self):
         x, targets = torch.randn(7, 4), torch.randn(7, 2)
         model = nn.Linear(4, 2)
         found = importance(
-            model, DataLoader(TensorDataset(x, targets), batch_size=3), lambda z, t: (z - t).square().sum(1).mean()
+            model, DataLoader(TensorDataset(x, targets), batch_size=3), lambda model, x, t: (model(x) - t).square().sum(1).mean()
         )
         torch.testing.assert_close(found["weight"], 2 * x.square().mean(0).expand(2, 4))
         torch.testing.assert_close(found["bias"], torch.full((2,), 2.0))
@@ -40,8 +44,8 @@ class TestImportance:
         x, y, loader = task()
         model = network()
         for method in ("hesscale_gn", "ggn", "empirical_fisher"):
-            parts = importance(model, loader, F.cross_entropy, method=method)
-            whole = importance(model, [(x, y)], F.cross_entropy, method=method)
+            parts = importance(model, loader, mean_loss, method=method)
+            whole = importance(model, [(x, y)], mean_loss, method=method)
             torch.testing.assert_close(parts, whole)
 
     def test_the_empirical_fisher_sums_squares_of_samples(self):
@@ -53,7 +57,7 @@ class TestImportance:
             gradients = torch.autograd.grad(F.cross_entropy(model(one[None]), label[None]), model.parameters())
             for sum_, g in zip(expected.values(), gradients, strict=True):
                 sum_ += g.square() / len(x)
-        torch.testing.assert_close(importance(model, loader, F.cross_entropy, method="empirical_fisher"), expected)
+        torch.testing.assert_close(importance(model, loader, mean_loss, method="empirical_fisher"), expected)
 
     def test_the_exact_diagonal_and_draws(self):
         x, y, loader = task()
@@ -61,7 +65,7 @@ class TestImportance:
         exact = estimate("ggn", F.cross_entropy(model(x), y), list(model.parameters()))
         for method, samples, tolerance in (("ggn", 1, 1e-12), ("ggn_mc", 5000, 0.1), ("ggn_mc_per_sample", 5000, 0.1)):
             generator = torch.Generator().manual_seed(0)
-            found = importance(model, loader, F.cross_entropy, method=method, num_samples=samples, generator=generator)
+            found = importance(model, loader, mean_loss, method=method, num_samples=samples, generator=generator)
             for a, b in zip(found.values(), exact, strict=True):
                 assert (a - b).norm() <= tolerance * b.norm()
 
@@ -70,7 +74,7 @@ class TestImportance:
         model = network()
         exact = estimate("ggn", F.cross_entropy(model(x), y), list(model.parameters()))
         options = {"num_samples": 5000, "generator": torch.Generator().manual_seed(0)}
-        found = importance(model, loader, F.cross_entropy, calibrate=True, **options)
+        found = importance(model, loader, mean_loss, calibrate=True, **options)
         for a, b in zip(found.values(), exact, strict=True):
             torch.testing.assert_close(a.sum(), b.sum(), rtol=0.05, atol=0)
 
@@ -80,7 +84,7 @@ class TestImportance:
         model[2].eval()
         model[0].bias.requires_grad_(False)
         before = {name: value.clone() for name, value in model.state_dict().items()}
-        found = importance(model, [(x, y)], F.cross_entropy)
+        found = importance(model, [(x, y)], mean_loss)
         assert [module.training for module in model] == [True, True, False, True]
         torch.testing.assert_close(model.state_dict(), before)
         assert set(found) == {name for name, p in model.named_parameters() if p.requires_grad}
@@ -90,14 +94,14 @@ class TestImportance:
 
     def test_errors(self):
         model = network()
-        with pytest.raises(ValueError, match="no samples"):
-            importance(model, [], F.cross_entropy)
+        with pytest.raises(ValueError, match="no batches"):
+            importance(model, [], mean_loss)
         with pytest.raises(ValueError, match="not 'hesscale'"):
-            importance(model, [], F.cross_entropy, method="hesscale")
+            importance(model, [], mean_loss, method="hesscale")
         with pytest.raises(ValueError, match="leave calibrate out"):
-            importance(model, [], F.cross_entropy, method="empirical_fisher", calibrate=True)
+            importance(model, [], mean_loss, method="empirical_fisher", calibrate=True)
         with pytest.raises(ValueError, match="requires gradients"):
-            importance(model.requires_grad_(False), [], F.cross_entropy)
+            importance(model.requires_grad_(False), [], mean_loss)
 
 
 @torch.no_grad()
