@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..estimators import estimate
-from .derivatives import LossFunction, arguments_of
+from .derivatives import LossFunction, arguments_of, zeros
 from .gauss_newton import METHODS, check_method, gauss_newton
 
 __all__ = ["EWC", "importance"]
@@ -56,7 +56,7 @@ def importance(
         diagonals = partial(gauss_newton, method=method, num_samples=num_samples, calibrate=calibrate, generator=generator)
     named = trained(model)
     device = next(iter(named.values())).device
-    total = {name: torch.zeros_like(p) for name, p in named.items()}
+    total = {name: zeros(p) for name, p in named.items()}
     count, modes = 0, {module: module.training for module in model.modules()}
     model.eval()
     try:

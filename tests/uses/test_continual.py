@@ -92,6 +92,13 @@ class TestImportance:
         expected = estimate("hesscale_gn", F.cross_entropy(model.eval()(x), y), [model[3].weight])[0]
         torch.testing.assert_close(found["3.weight"], expected)
 
+    def test_of_a_model_in_half_precision_adds_up_in_single(self):
+        model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+        batches = [torch.full((1, 1), 1.0, dtype=torch.bfloat16)] + 300 * [torch.full((1, 1), 0.0625, dtype=torch.bfloat16)]
+        found = importance(model, batches, lambda model, x: model(x).square().sum())["weight"]
+        torch.testing.assert_close(found.item(), 2 * (1 + 300 * 0.0625**2) / 301)
+        EWC(model).consolidate({"weight": found})
+
     def test_errors(self):
         model = network()
         with pytest.raises(ValueError, match="no batches"):
