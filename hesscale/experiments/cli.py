@@ -111,7 +111,7 @@ def report(
     names: Annotated[list[str] | None, typer.Argument(help="experiments to show; all that were run by default")] = None,
     where: Annotated[Path, typer.Option("--runs", help="folder of runs")] = RUNS,
     out: Annotated[Path, typer.Option("--out", help="folder for the page, its figures and tables")] = Path("out/report"),
-    page: Annotated[bool, typer.Option("--page/--no-page", help="write index.html, which includes a library of 4 MB")] = True,
+    page: Annotated[bool, typer.Option("--page/--no-page", help="write index.html")] = True,
     everything: Annotated[bool, typer.Option("--all", help="show all finished runs, not only those of the last command")] = False,
     beside: Annotated[Path | None, typer.Option(help="an earlier report, or its summary.json, to show beside this one")] = None,
     again: Annotated[Path | None, typer.Option(help="make this report again, from the runs that it kept")] = None,

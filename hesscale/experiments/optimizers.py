@@ -11,27 +11,10 @@ import torch
 
 from ..optim import BL89, GGNMC, AdaHesScale, AdaHesScaleGN, AdaHessian, Adam, SophiaG
 from ..optim.bounds import NEUTRAL, SAFE_DAMPING
+from .colours import COLOURS
 from .lab.choices import Choices, choose
 
 CURVATURE_WARMUP = 10  # Hessian diagonals that are averaged before the weights move
-# By family. The paper's optimizers have the same colour in every figure.
-COLOURS = {
-    "adam": "#c0392b",
-    "sgd": "#e59866",
-    "our-adam": "#a93226",
-    "adahesscale": "#1f5a96",
-    "adahesscale-gn": "#6fb1a0",
-    "adahessian": "#8e6bb0",
-    "ggnmc": "#7a7a7a",
-    "bl89": "#e0a33e",
-    "adamw": "#d98880",
-    "muon": "#2e7d32",
-    "sophia-g": "#4e342e",
-    "prodigy": "#7cb342",
-    "dog": "#8d6e63",
-    "schedule-free": "#00838f",
-    "untrained": "#b0b0b0",
-}
 
 
 @dataclass(frozen=True)

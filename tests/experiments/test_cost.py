@@ -178,6 +178,18 @@ def test_averages_stand_beside_the_published_ones():
         check(item)
 
 
+def test_findings_are_averages_of_steady_measurements():
+    points = [
+        measured("layers", size, {"adam": 1, "adahesscale": ratio, "adahessian": 0.9}) for size, ratio in ((1, 2.0), (2, 3.0))
+    ]
+    (section,) = EXPERIMENT.sections(points)
+    (finding,) = section.findings  # the quartiles of AdaHessian are 0.65 and 1.15
+    assert finding.text == (
+        "An update of AdaHesScale takes 2.50 times as long as Adam's, on average over 2 networks (2.00 to 3.00); the paper has 2."
+    )
+    assert finding.figure == "layers-ratio"
+
+
 def test_ways_of_measuring_are_kept_apart():
     points = [measured("layers", size, {"adam": 1}, threads=threads) for threads in (1, 2) for size in (1, 2)]
     first, second = EXPERIMENT.sections(points)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from hesscale.experiments.figures import _dominance_figures as figures
 from hesscale.experiments.figures import dominance
 from hesscale.experiments.figures.dominance import EXPERIMENT, Networks, Settings, Task, rho
 from hesscale.experiments.lab.data import Dataset
@@ -257,8 +258,11 @@ def test_sections_weigh_blocks_by_their_networks():
     assert mean.y == pytest.approx([0.55] * 4)
     assert mean.high[0] - mean.low[0] == pytest.approx(0.1)
     assert averaged.y[0] == pytest.approx(diagonal / math.hypot(diagonal, 1))
-    assert published.y == dominance.PUBLISHED["before"]
+    assert published.y == figures.PUBLISHED["before"]
     assert "6 networks" in section.text
+    (finding,) = section.findings  # ρ is the same before and after
+    assert "is 0.55 to 0.55 before training and 0.55 to 0.55 after training" in finding.text
+    assert finding.text.endswith("A random Gaussian matrix has 0.09.")
     assert "EMNIST-47 subset" in section.title
     assert all("EMNIST-47 subset" in item.title + item.caption for item in section.items)
     assert "zero" not in section.text
@@ -288,7 +292,7 @@ def off_diagonal_squares(W: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
 def test_appendix_e_gradient(double_precision):
     W, h = torch.randn(5, 4, requires_grad=True), torch.randn(5)
     (truth,) = torch.autograd.grad(off_diagonal_squares(W, h), W)
-    torch.testing.assert_close(dominance.off_diagonal_gradient(W.detach(), h), truth)
+    torch.testing.assert_close(figures.off_diagonal_gradient(W.detach(), h), truth)
 
 
 def test_appendix_e_diagonal_weights(double_precision):
@@ -303,11 +307,11 @@ def test_appendix_e_diagonal_weights(double_precision):
 def test_appendix_e_gaussian_weights(double_precision):
     """The mean is zero because ∇J(−W) = −∇J(W)."""
     W, h = torch.randn(20_000, 5, 4), torch.full((5,), 0.7)
-    gradients = dominance.off_diagonal_gradient(W, h)
-    torch.testing.assert_close(dominance.off_diagonal_gradient(-W, h), -gradients)
+    gradients = figures.off_diagonal_gradient(W, h)
+    torch.testing.assert_close(figures.off_diagonal_gradient(-W, h), -gradients)
     z = gradients.mean(0) / (gradients.std(0) / len(W) ** 0.5)
     assert z.abs().max() < 4
-    biased = dominance.off_diagonal_gradient(W + 0.3, h)
+    biased = figures.off_diagonal_gradient(W + 0.3, h)
     assert (biased.mean(0) / (biased.std(0) / len(W) ** 0.5)).abs().min() > 10
 
 

@@ -7,6 +7,7 @@ import torch
 
 import hesscale
 from hesscale.experiments.bench.methods import METHODS
+from hesscale.experiments.colours import COLOURS
 from hesscale.experiments.optimizers import AGENT_OPTIMIZERS, IMAGE_OPTIMIZERS, OPTIMIZERS, with_step_sizes
 
 
@@ -19,6 +20,15 @@ def test_every_optimizer_can_be_made_and_has_a_colour(name):
     assert spec.colour.startswith("#")
     if spec.is_variant:
         assert OPTIMIZERS[spec.family].colour == spec.colour
+
+
+def test_a_method_has_one_colour_in_all_figures():
+    for name, spec in OPTIMIZERS.items():
+        assert spec.colour == COLOURS[spec.family or name]
+        assert all(spec.colour == table[name].colour for table in (METHODS, IMAGE_OPTIMIZERS) if name in list(table))
+    assert all(method.colour for method in METHODS.values())
+    for estimate, name in {"HesScale": "adahesscale", "HesScaleGN": "adahesscale-gn", "BL89": "bl89", "GGN-MC1": "ggnmc"}.items():
+        assert COLOURS[estimate] == COLOURS[name]
 
 
 def test_labels_are_those_of_one_optimizer_each():

@@ -314,6 +314,26 @@ def test_ahead_and_behind_is_by_two_standard_errors():
     assert (other["ahead of Adam"], other["tasks compared"]) == ("–", "0")
 
 
+def test_findings_count_tasks_and_name_who_needs_no_tuning():
+    results = []
+    for name, values in {"digits-tanh": (0.9, 0.92), "digits-relu": (0.7, 1.0), "digits-vit": (0.4, 0.4)}.items():
+        results += [*scores("adam", (0.8, 0.82), task=name), *scores("adahesscale", values, task=name)]
+    tuned, untuned = EXPERIMENT.sections(results)[0].findings
+    expected = (
+        "Tuned, AdaHesScale is better than Adam in 1 of 3 tasks and worse in 1, by more than 2 standard errors of the difference."
+    )
+    assert (tuned.text, tuned.figure) == (expected, "digits-tanh-step-sizes")
+    assert "AdaHesScale has at least 49.4 % of the accuracy of tuned Adam in every one of 3 tasks" in untuned.text
+    same = [*scores("adam", (0.8, 0.82)), *scores("adahesscale", (0.8, 0.82))]
+    assert (
+        "no optimizer differs from Adam by more than 2 standard errors in the task"
+        in EXPERIMENT.sections(same)[0].findings[0].text
+    )
+    assert not any(
+        "Tuned" in found.text for found in EXPERIMENT.sections([*scores("adam", [0.5]), *scores("sgd", [0.5])])[0].findings
+    )
+
+
 @pytest.mark.parametrize(
     ("dead", "columns"), [("adam", ("1: char-gpt", "0")), ("sgd", ("0", "1: char-gpt")), ("both", ("0", "0"))]
 )

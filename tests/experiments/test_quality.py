@@ -425,6 +425,21 @@ def test_overlapping_blocks_count_once():
     assert section.text.startswith("5 tanh networks")
 
 
+def test_findings_have_the_numbers_of_the_tables():
+    """BL89 and others have 5 times the error of HesScale, whose error is a fifth of the norm; in the last layer, it is zero."""
+    (section,) = figures.sections([made_up(SMALL)])
+    first, draws, bl89, last = [finding.text for finding in section.findings]
+    assert first.startswith("On digits, HesScale has the smallest error of all methods in 4 of 4 networks: 12 ± 0 % of the norm")
+    assert draws == "AdaHessian's estimate has 167 times (1 draw) and 83.3 times (50 draws) the error of HesScale's."
+    assert bl89 == "BL89, whose diagonal at the outputs is not exact, has 8.33 ± 0 times the error of HesScale."
+    assert last == "In the last layer, HesScale and HesScaleGN are exact."
+    assert {finding.figure for finding in section.findings} == {"digits-relative"}
+    (section,) = figures.sections([made_up(SMALL, best=9.0)])
+    assert section.findings[0].text.endswith("times the error of HesScale, which is not the smallest here.")
+    (section,) = figures.sections([made_up(dataclasses.replace(SMALL, quirks="authors"))])
+    assert section.findings == []
+
+
 def test_claims_are_counted():
     (section,) = figures.sections([made_up(SMALL)])
     claims = {claim: holds for claim, holds, _ in items(section)["claims"].rows}

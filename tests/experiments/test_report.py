@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import base64
 import dataclasses
+import itertools
 import json
 import re
 from collections import Counter
+from html.parser import HTMLParser
 
 import numpy as np
 import pytest
@@ -14,12 +15,11 @@ import pytest
 from hesscale.experiments.lab import report as reports
 from hesscale.experiments.lab.baseline import add_baseline, add_rows, read_summary
 from hesscale.experiments.lab.experiment import Experiment, as_task
+from hesscale.experiments.lab.inline_svg import on_dark
 from hesscale.experiments.lab.matplotlib_files import draw_plot, save_figure
-from hesscale.experiments.lab.page import as_script, page_of
-from hesscale.experiments.lab.plotly_figures import figures
-from hesscale.experiments.lab.plots import Heat, Plot, Section, Series, Table
+from hesscale.experiments.lab.plots import Finding, Heat, Plot, Section, Series, Table
 from hesscale.experiments.lab.report import Account, report, write_report
-from hesscale.experiments.lab.series_layout import COLOURS, lay_out, palette
+from hesscale.experiments.lab.series_layout import COLOURS, lay_out
 from hesscale.experiments.lab.store import Store
 
 METHODS = ["HesScale", "BL89", "g² < 1 & <b>bold</b>", "$x$ and $y$"]
@@ -72,10 +72,6 @@ def items_of(kind):
     return [(account, item) for account in accounts() for item in account.items if isinstance(item, kind)]
 
 
-def figures_on(page):
-    return [json.loads(text) for text in re.findall(r'<script type="application/json">(.*?)</script>', page, re.S)]
-
-
 class TestFiles:
     def test_each_figure_is_written_twice(self, folder):
         names = [account.file_name(item) for account, item in items_of((Plot, Heat))]
@@ -116,6 +112,7 @@ class TestFiles:
             "settings": {},
             "runs": "0 of 2 runs finished; 2 not started.",
             "problems": [],
+            "findings": [],
             "shown": {},
         }
 
@@ -236,144 +233,268 @@ class TestEarlier:
             read_summary(path)
 
 
+def page_with(folder, *sections):
+    return write_report([Account("a", "Title", sections=[*sections])], folder).read_text()
+
+
 class TestPage:
     def test_is_whole(self, folder):
-        from plotly.offline import get_plotlyjs
-
+        """One file, which reads nothing else and links to the other files of the report."""
         page = (folder / "index.html").read_text()
-        own = page.replace(get_plotlyjs(), "")
-        assert len(page) - len(own) > 1e6
-        assert len(own) < 60_000
-        assert re.findall(r'(?:src|href)="(?!#|figures/|tables.md|summary.json)', own) == []
-        assert len(figures_on(own)) == sum(len(getattr(item, "panels", "1")) for _, item in items_of((Plot, Heat)))
+        assert len(page) < 400_000
+        assert re.findall(r'(?:src|href)="(?!#|figures/|tables.md|summary.json|data:image/png;base64,)', page) == []
+        assert not re.search(r"@import|https?://", page)
+        assert page.count("<svg") == len(items_of((Plot, Heat)))
 
-    def test_text_is_escaped(self):
-        page = page_of(accounts())
+    def test_needs_no_script(self, folder):
+        """Figures are drawn, sections fold and switches work by HTML and CSS alone."""
+        page = (folder / "index.html").read_text()
+        (script,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+        assert "innerHTML" not in script
+        whole = page.replace(script, "")
+        assert whole.count("<details") == whole.count("<summary") > 3
+        for number in items_of((Plot, Heat)):
+            assert f'href="figures/{number[0].file_name(number[1])}.png"' in whole
+
+    def test_text_is_escaped(self, folder):
+        page = (folder / "index.html").read_text()
         assert "<p>One &lt;script&gt;.</p>\n<p>And <code>code</code>.</p>" in page
         assert "<h2>How far &lt;from&gt; exact</h2>" in page
         assert "<pre>hesscale quality &gt; out</pre>" in page
         assert "<td>&lt;i&gt;</td>" in page
-        assert "g² &lt; 1 &amp; &lt;b&gt;bold&lt;/b&gt;</button>" in page
+        assert ">g² &lt; 1 &amp; &lt;b&gt;bold&lt;/b&gt;</text>" in page
 
-    def test_links_lead_somewhere(self):
-        page = page_of(accounts())
+    def test_links_lead_somewhere(self, folder):
+        page = (folder / "index.html").read_text()
         ids = re.findall(r' id="([^"]*)"', page)
         assert len(ids) == len(set(ids))
         assert {"quality", "quality-1", "quality-2", "cost", "cost-1", "empty"} <= set(ids)
-        assert set(re.findall(r'href="#([^"]*)"', page)) <= set(ids)
+        assert set(re.findall(r'(?:href="|url\()#([^")]*)', page)) <= set(ids)
 
-    def test_what_is_missing_is_said(self):
-        page = page_of(accounts())
+    def test_what_is_missing_is_said(self, folder):
+        page = (folder / "index.html").read_text()
         assert '<div class="problem"><p>3 of 4 runs finished.</p><ul><li>x is damaged</li></ul></div>' in page
         assert '<div class="problem"><p>0 of 2 runs finished; 2 not started.</p></div>' in page
         assert "Dashes are medians. 2 of 80 points are not finite, or not positive on a logarithmic axis, and not drawn." in page
 
-    def test_a_script_cannot_be_ended_by_a_label(self):
-        label = "</script><script>alert(1)</script>"
+    def test_labels_stay_labels(self, tmp_path):
+        label = "</script><script>alert(1)</script>\" onload='x'"
         plot = Plot("p", label, [Series(label, [1], [1]), Series("b", [1], [1])])
-        page = page_of([Account("a", label, sections=[Section(label, items=[plot])])])
-        assert page.count("</script>") == 3
-        assert as_script([label]) == '["\\u003c/script>\\u003cscript>alert(1)\\u003c/script>"]'
-        assert figures_on(page)[0]["data"][0]["name"] == "&lt;/script&gt;&lt;script&gt;alert(1)&lt;/script&gt;"
+        page = page_with(tmp_path, Section(label, label, [plot], [Finding(label, "p")]))
+        assert page.count("<script>") == page.count("</script>") == 1
+        names = []
+
+        class Reader(HTMLParser):
+            def handle_starttag(self, tag, attrs):
+                found = dict(attrs)
+                assert "onload" not in found
+                names.extend([found["data-series"]] if "data-series" in found else [])
+
+        Reader().feed(page)
+        assert names == [label, "b"]
+
+    def test_colours_follow_light_and_dark(self, folder):
+        page = (folder / "index.html").read_text()
+        used = set(re.findall(r"var\((--[^)]+)\)", page))
+        light, dark = (set(re.findall(r"(--[\w-]+):", part)) for part in page.split("@media (prefers-color-scheme: dark)")[0:3:2])
+        light |= set(re.findall(r"(--[\w-]+): #", page))
+        assert used <= light
+        assert dark <= light
+        assert not re.search(r"(?:fill|stroke): #", "".join(re.findall(r"<svg.*?</svg>", page, re.DOTALL)))
+
+    @pytest.mark.parametrize(("colour", "other"), [("1f5a96", "5c9ee0"), ("222222", "bfbfbf"), ("e4af58", "e4af58")])
+    def test_colours_on_dark_are_light_enough(self, colour, other):
+        """Lighter of the same hue; what is light enough stays."""
+        assert on_dark(other) == f"#{other}"
+        sums = [sum(int(text[k : k + 2], 16) for k in (0, 2, 4)) for text in (colour, on_dark(colour)[1:])]
+        assert (sums[0] == sums[1]) is (colour == other)
+        assert sums[1] >= 300
 
 
-class TestInteractive:
-    @pytest.mark.parametrize(("account", "item"), items_of((Plot, Heat)), ids=lambda value: value.name)
-    def test_plotly_knows_every_attribute(self, account, item):
-        from plotly import graph_objects
+class TestFindings:
+    @staticmethod
+    def section(name, findings, figures=3):
+        plots = [Plot(f"{name}-{number}", f"{name} {number}", [Series("a", [1, 2], [1, 2])]) for number in range(figures)]
+        found = [Finding(f"{name} finding {number} of `code`.", f"{name}-{number}") for number in range(findings)]
+        return Section(name, "", plots, found)
 
-        for figure in figures(item, account.colours):
-            for trace in figure["data"]:
-                if trace["type"] == "heatmap":
-                    trace["z"] = [[1.0]]
-            graph_objects.Figure(**figure)
-            json.dumps(figure, allow_nan=False)
+    def test_the_page_opens_with_findings_and_their_figures(self, tmp_path):
+        page = page_with(tmp_path, self.section("x", 4), self.section("y", 4))
+        header, rest = page.split("</header>")
+        assert re.findall(r"<li>(. finding .)", header) == [
+            "x finding 0",
+            "y finding 0",
+            "x finding 1",
+            "y finding 1",
+            "x finding 2",
+        ]
+        assert re.findall(r"<li>(. finding .)", rest) == ["y finding 2", "x finding 3", "y finding 3"]
+        assert "x finding 0 of <code>code</code>. " in header
+        assert re.findall(r"<h2>(. .)</h2>", header) == ["x 0", "y 0"]
+        assert re.findall(r"<h4>(. .)</h4>", rest) == ["x 1", "x 2", "y 1", "y 2"]  # no figure is there twice
+        assert header.count("<svg") == 2
+        assert "<details open" not in page
 
-    def test_a_matrix_survives(self):
-        values = np.array([[1.5, np.nan, -3.0], [1e-3, np.inf, 2.0]])
-        large = values * 1e300
-        for matrix, kind in ((values, "f4"), (large, "f8")):
-            packed = figures(Heat("h", "", [("", matrix)]))[0]["data"][0]["z"]
-            found = np.frombuffer(base64.b64decode(packed["bdata"]), dtype=f"<{kind}").reshape(2, 3)
-            assert (packed["dtype"], packed["shape"]) == (kind, "2, 3")
-            np.testing.assert_allclose(found, matrix, rtol=1e-6)
+    def test_experiments_take_turns(self, tmp_path):
+        accounts = [Account(name, name, sections=[self.section(name, 3)]) for name in "xyz"]
+        page = write_report(accounts, tmp_path).read_text()
+        found = re.findall(r"<li>(. finding .)", page.split("</header>")[0])
+        assert found == ["x finding 0", "x finding 1", "y finding 0", "y finding 1", "z finding 0"]
 
-    def test_a_band_has_gaps_where_the_line_has(self):
-        low, high = [0, 1, np.nan, 3], [2, 3, 4, 5]
-        band, line = figures(Plot("p", "", [Series("a", [0, 1, 2, 3], [1, 2, np.nan, 4], low, high)]))[0]["data"]
-        assert band["x"] == [0, 1, 1, 0, None, 3, 3, None]
-        assert band["y"] == [2, 3, 1, 0, None, 5, 3, None]
-        assert line["y"] == [1, 2, None, 4]
+    def test_where_nothing_was_found_nothing_is_folded(self, tmp_path):
+        page = page_with(tmp_path, self.section("x", 0))
+        assert '<details id="a-1" open>' in page
+        assert "findings" not in page.split("</style>")[-1]
 
-    @pytest.mark.parametrize(
-        ("values", "ticks"), [([], 4), ([0.0, -1.0], 4), ([1.0, np.nan], 4), ([1.0, 1e6], 7), ([1e-9, 1e9], 9)]
-    )
-    def test_powers_along_an_axis(self, values, ticks):
-        (figure,) = figures(Plot("p", "", [Series("a", range(len(values)), values)], log_y=True))
-        assert (figure["layout"]["yaxis"]["type"], figure["layout"]["yaxis"]["nticks"]) == ("log", ticks)
+    def test_they_are_in_the_tables_and_the_summary(self, tmp_path):
+        page_with(tmp_path, self.section("x", 2))
+        texts = [f"x finding {number} of `code`." for number in range(2)]
+        assert json.loads((tmp_path / "summary.json").read_text())["a"]["findings"] == texts
+        assert "".join(f"- {text}\n" for text in texts) in (tmp_path / "tables.md").read_text()
 
-    def test_scales_of_heat_maps(self):
-        values = [("a", [[0.0, 1.0]]), ("b", [[-3.0, 2.0]])]
-        own, shared = ([figure["data"][0] for figure in figures(Heat("h", "", values, shared))] for shared in (False, True))
-        assert [(trace["zmin"], trace["zmax"]) for trace in own] == [(0, 1), (-3, 3)]
-        assert [(trace["zmin"], trace["zmax"]) for trace in shared] == [(-3, 3), (-3, 3)]
-        assert own[0]["colorscale"] != own[1]["colorscale"] == shared[0]["colorscale"]
+    def test_plots_of_a_group_are_one_figure_with_switches(self, tmp_path):
+        views = list(itertools.product(("test", "train"), ("epochs", "seconds")))
+        plots = [Plot("-".join(view), " ".join(view), [Series("a", [1], [1])], group="g", view=view) for view in views]
+        page = page_with(tmp_path, Section("s", "", [Plot("p", "p", []), *plots, Plot("q", "q", [])]))
+        assert page.count("<figure>") == 3
+        assert re.findall(r'class="(s\d\d)"( checked)?>(\w+)', page) == [
+            ("s00", " checked", "test"),
+            ("s01", "", "train"),
+            ("s10", " checked", "epochs"),
+            ("s11", "", "seconds"),
+        ]
+        assert re.findall(r'class="view (v[^"]*)"', page) == ["v00 v10", "v00 v11", "v01 v10", "v01 v11"]
+        for name in ("00", "01", "10", "11"):
+            assert f"figure:has(.s{name}:checked) .view:not(.v{name})" in page
+
+
+class TestAxes:
+    """What a run that diverged does to the axis: nothing, and it is said."""
+
+    steps = np.arange(1, 21)
+
+    def lines(self, worse, log_y=False, **diverged):
+        series = [Series(name, self.steps, factor / np.sqrt(self.steps)) for name, factor in (("Adam", 10.0), ("SGD", 12.0))]
+        return Plot("p", "", [*series, Series("BL89", self.steps, **diverged)], log_y=log_y, worse=worse)
+
+    @pytest.mark.parametrize("log_y", [False, True])
+    @pytest.mark.parametrize("others", [1, 2])
+    def test_values_of_a_run_that_diverged(self, log_y, others):
+        plot = self.lines("up", log_y, y=10.0 ** (self.steps + 8))
+        plot.series = plot.series[-1 - others :]
+        found = lay_out(plot)
+        largest = max(max(series.y) for series in plot.series[:-1])
+        assert largest < found.high < 1e3 * largest
+        assert found.notes == ["Cut off above the axis: BL89 (to 1e28)."]
+
+    def test_returns_fall(self):
+        plot = self.lines("down", y=-(10.0**self.steps))
+        found = lay_out(plot)
+        assert -30 < found.low < 0.5
+        assert 12 < found.high < 15
+        assert found.notes == ["Cut off below the axis: BL89 (to −1e20)."]
+
+    def test_a_band(self):
+        plot = self.lines("up", True, y=np.full(20, 5.0), low=np.full(20, 1e-9), high=np.full(20, 1e12))
+        found = lay_out(plot)
+        assert 0.5 < found.low < 2.3  # half the smallest value is 1.1
+        assert 12 < found.high < 1e4
+        assert found.notes == [f"Cut off {side} the axis: the band of BL89." for side in ("above", "below")]
+
+    def test_beginnings(self):
+        """Accuracies begin far below where they end."""
+        y = np.array([0.1, *np.linspace(0.9, 0.95, 19)])
+        plot = Plot("p", "", [Series(name, self.steps, y) for name in ("Adam", "SGD")], worse="down")
+        found = lay_out(plot)
+        assert 0.75 < found.low < 0.9
+        assert found.notes == ["Cut off below the axis: the beginning of every line."]
+
+    @pytest.mark.parametrize("worse", ["", "up", "down"])
+    @pytest.mark.parametrize("log_y", [False, True])
+    def test_other_axes_stay_whole(self, worse, log_y):
+        found = lay_out(self.lines(worse, log_y, y=15.0 / self.steps, low=14.0 / self.steps, high=18.0 / self.steps))
+        assert (found.low, found.high, found.notes) == (None, None, [])
+
+    def test_the_file_has_the_axis(self):
+        axes = draw_plot(self.lines("up", y=10.0**self.steps), None).axes[0]
+        assert axes.get_ylim()[1] < 100
+
+    def test_ticks_are_short(self):
+        plot = Plot("p", "", [Series("a", [0, 40_000], [0, 3e6])])
+        figure = draw_plot(plot, None)
+        figure.draw_without_rendering()
+        axes = figure.axes[0]
+        labels = [[label.get_text() for label in axis.get_ticklabels()] for axis in (axes.xaxis, axes.yaxis)]
+        assert {"20k", "40k"} <= set(labels[0])
+        assert {"1M", "3M"} <= set(labels[1])
+        assert axes.yaxis.get_offset_text().get_text() == ""
 
 
 class TestMarks:
     def test_clouds_stay_in_their_slots(self):
         series = [Series(name, [0] * 30 + [1] * 30, np.arange(60.0), kind="dots") for name in "abc"]
-        drawn, note = lay_out(Plot("p", "", series, categories=["x", "y"]))
-        assert note == ""
+        found = lay_out(Plot("p", "", series, categories=["x", "y"]))
+        drawn = found.marks
+        assert found.notes == ["Dashes are medians."]
         ends = [(mark.x[mark.x < 0.5].min(), mark.x[mark.x < 0.5].max()) for mark in drawn]
         assert -0.5 < ends[0][0] < ends[0][1] < ends[1][0] < 0 < ends[1][1] < ends[2][0] < ends[2][1] < 0.5
         np.testing.assert_allclose(drawn[1].x[30:] - drawn[1].x[:30], 1)
         assert [y for _, _, y in drawn[0].medians] == [14.5, 44.5]
-        again, _ = lay_out(Plot("p", "", series, categories=["x", "y"]))
+        again = lay_out(Plot("p", "", series, categories=["x", "y"])).marks
         np.testing.assert_array_equal(drawn[2].x, again[2].x)
 
     def test_a_cloud_alone_is_in_the_middle(self):
-        drawn, _ = lay_out(Plot("p", "", [Series(name, [n], [1.0], kind="dots") for n, name in enumerate("ab")], categories="ab"))
+        series = [Series(name, [n], [1.0], kind="dots") for n, name in enumerate("ab")]
+        drawn = lay_out(Plot("p", "", series, categories="ab")).marks
         assert [mark.x.tolist() for mark in drawn] == [[0], [1]]
         assert not any(mark.in_legend or mark.medians for mark in drawn)
 
     def test_dots_with_places_of_their_own_stay_there(self):
         series = [Series("a", [0.2, 1, 1, 1], [1, 2, 3, 4], kind="dots"), Series("b", [0, 1], [1, 2], kind="dots")]
-        drawn, _ = lay_out(Plot("p", "", series, categories=["x", "y"]))
+        drawn = lay_out(Plot("p", "", series, categories=["x", "y"])).marks
         assert [mark.x.tolist() for mark in drawn] == [[0.2, 1, 1, 1], [0, 1]]
         assert not drawn[0].medians
 
     def test_a_label_stands_in_the_legend_once(self):
         series = [Series(label, [0, 1], [1, 2], kind=kind) for label in "ab" for kind in ("dots", "line")]
-        drawn, _ = lay_out(Plot("p", "", series, categories=["x", "y"]))
+        drawn = lay_out(Plot("p", "", series, categories=["x", "y"])).marks
         assert [mark.in_legend for mark in drawn] == [True, False, True, False]
         assert [mark.colour for mark in drawn] == [COLOURS[0], COLOURS[0], COLOURS[1], COLOURS[1]]
 
     def test_bars_stand_side_by_side(self):
-        first, second = lay_out(Plot("p", "", [Series(name, [10, 20], [1, 2], kind="bars") for name in "ab"]))[0]
+        first, second = lay_out(Plot("p", "", [Series(name, [10, 20], [1, 2], kind="bars") for name in "ab"])).marks
         edges = [mark.x[number] + side * mark.width / 2 for number in (0, 1) for mark in (first, second) for side in (-1, 1)]
         assert edges == sorted(edges)
         assert ((first.x + second.x) / 2).tolist() == [10, 20]
 
     def test_what_cannot_be_drawn_is_counted(self):
         plot = Plot("p", "", [Series("a", [0, 1, 2, 3], [1, 0, -1, np.nan]), Series("b", [1], [2], kind="dots")], log_y=True)
-        drawn, note = lay_out(plot)
-        np.testing.assert_array_equal(drawn[0].y, [1, np.nan, np.nan, np.nan])
-        assert note.startswith("3 of 5 points")
-        assert lay_out(dataclasses.replace(plot, log_y=False))[1] == "1 of 5 points are not finite and not drawn."
+        found = lay_out(plot)
+        np.testing.assert_array_equal(found.marks[0].y, [1, np.nan, np.nan, np.nan])
+        assert found.notes[0].startswith("3 of 5 points")
+        assert lay_out(dataclasses.replace(plot, log_y=False)).notes == ["1 of 5 points are not finite and not drawn."]
 
     def test_a_band_that_reaches_zero_ends_at_the_smallest_number(self):
-        (mark,), note = lay_out(Plot("p", "", [Series("a", [1, 2], [4.0, 5.0], [-1.0, 3.0], [6.0, 7.0])], log_y=True))
-        assert mark.low.tolist() == [3, 3]
-        assert note == ""
+        found = lay_out(Plot("p", "", [Series("a", [1, 2], [4.0, 5.0], [-1.0, 3.0], [6.0, 7.0])], log_y=True))
+        assert found.marks[0].low.tolist() == [3, 3]
+        assert found.notes == []
 
     def test_a_label_keeps_its_colour(self):
         plots = [Plot("p", "", [Series(name, [1], [1]) for name in names]) for names in ("abc", "ca")]
         account = Account("x", "x", sections=[Section("s", items=plots)])
-        assert [mark.colour for mark in lay_out(plots[1], account.colours)[0]] == [COLOURS[2], COLOURS[0]]
-        many = [Plot("p", "", [Series(str(number), [1], [1]) for number in range(start, start + 8)]) for start in (0, 8)]
-        assert Account("x", "x", sections=[Section("s", items=many)]).colours is None
-        assert len(set(palette(many[1:]).values())) == 8
+        assert [mark.colour for mark in lay_out(plots[1], account.colours).marks] == [COLOURS[2], COLOURS[0]]
+        plots[1].series[0].colour = "#123456"  # everywhere then
+        assert [mark.colour for mark in lay_out(plots[0], account.colours).marks] == [COLOURS[0], COLOURS[1], "#123456"]
+
+    def test_lines_of_one_colour_have_different_dashes(self):
+        series = [Series(name, [1, 2], [1, 2], colour="#123456", dashed=name == "b") for name in "abc"]
+        series += [
+            Series("other", [1, 2], [1, 2]),
+            Series("a", [1, 2], [3, 4]),
+            Series("dots", [1], [1], kind="dots", colour="#123456"),
+        ]
+        marks = {mark.label: mark for mark in lay_out(Plot("p", "", series)).marks}
+        assert [marks[name].dash for name in ("a", "b", "c", "other")] == ["-", "--", ":", "-"]
 
     @pytest.mark.parametrize(
         ("item", "message"),
@@ -396,18 +517,17 @@ class TestMarks:
         if not isinstance(item, Table):
             with pytest.raises(ValueError, match=message):
                 save_figure(item, tmp_path / "x")
-            with pytest.raises(ValueError, match=message):
-                figures(item)
 
 
 class TestDrawing:
-    def test_the_legend_is_beside_the_axes(self):
+    def test_the_legend_is_below_the_axes(self):
         plot = next(item for _, item in items_of(Plot) if item.name == "layers")
         figure = draw_plot(plot, None)
         figure.draw_without_rendering()
         (legend,) = figure.legends
         assert [text.get_text() for text in legend.get_texts()] == [*METHODS[:3], r"\$x\$ and \$y\$"]
-        assert not legend.get_window_extent().overlaps(figure.axes[0].get_window_extent())
+        assert legend.get_window_extent().y1 <= figure.axes[0].get_window_extent().y0
+        assert figure.axes[0].get_window_extent().width > 0.8 * figure.bbox.width
 
     def test_axes(self):
         figure = draw_plot(next(item for _, item in items_of(Plot) if item.name == "cost"), None)

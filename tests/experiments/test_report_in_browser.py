@@ -1,10 +1,12 @@
-"""The page of a report in chromium: every figure is drawn, nothing complains, nothing is fetched, a phone is wide enough."""
+"""The page of a report in chromium: figures are drawn, switches work, nothing complains or is fetched."""
 
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -15,16 +17,17 @@ from typing import Any
 import pytest
 from test_report import accounts
 
-from hesscale.experiments.lab.plots import Plot
-from hesscale.experiments.lab.report import write_report
+from hesscale.experiments.lab.plots import Heat, Plot, Section, Series
+from hesscale.experiments.lab.report import Account, write_report
 
 pytestmark = pytest.mark.slow
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 OPTIONS = "--headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage --no-first-run --remote-debugging-port=0"
-DRAWN = """[...document.querySelectorAll(".plot")].map(place => {
-  const box = place.querySelector(".cartesianlayer")?.getBoundingClientRect();
-  return Boolean(box && box.width > 80 && box.height > 80 && place.querySelector(".trace, .points path, .hm image"));
+DRAWN = """[...document.querySelectorAll("svg")].map(svg => {
+  const box = svg.getBoundingClientRect();
+  return box.width > 200 && box.height > 120 && svg.querySelectorAll("path, image").length > 2;
 })"""
+OPENED = "document.querySelectorAll('details').forEach(part => { part.open = true; })"
 OVERFLOW = """[...document.querySelectorAll("body, body *:not(.wide *):not(pre *):not(svg *)")]
   .filter(node => node.getBoundingClientRect().right > innerWidth + 1).map(node => node.outerHTML.slice(0, 80))"""
 
@@ -53,15 +56,16 @@ class Browser:
             self.events.append(message)
         return message
 
-    def open(self, path: Path, width: int, height: int, is_phone: bool) -> None:
+    def open(self, path: Path, width: int, is_phone: bool = False, is_dark: bool = False) -> None:
         self.events.clear()
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=is_phone)
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=is_phone)
         self.call("Emulation.setTouchEmulationEnabled", enabled=is_phone)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}
+        self.call("Emulation.setEmulatedMedia", features=[scheme])
         self.call("Page.navigate", url=path.resolve().as_uri())
         while not self.seen("Page.loadEventFired"):
             self.receive()
-        # two frames later plotly has drawn, and has fitted its margins to what it drew
-        self.value("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(1))))")
+        self.value(OPENED)
 
     def seen(self, method: str) -> list[dict[str, Any]]:
         return [event["params"] for event in self.events if event["method"] == method]
@@ -115,49 +119,55 @@ def report_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_report(accounts(), tmp_path_factory.mktemp("report"))
 
 
-def expected_figures() -> list[bool]:
-    """For each figure of the page whether it has anything to draw."""
-    drawn: list[bool] = []
-    for item in (item for account in accounts() for item in account.items):
-        drawn += [bool(item.series)] if isinstance(item, Plot) else [True] * len(getattr(item, "panels", ()))
-    return drawn
-
-
-@pytest.mark.parametrize(("width", "height", "is_phone"), [(1280, 900, False), (375, 812, True)], ids=["desktop", "phone"])
-def test_every_figure_is_drawn(browser, report_page, width, height, is_phone):
+@pytest.mark.parametrize("is_dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize(("width", "is_phone"), [(1280, False), (390, True)], ids=["desktop", "phone"])
+def test_every_figure_is_drawn(browser, report_page, width, is_phone, is_dark):
     """HESSCALE_SCREENSHOTS names a folder to keep what was seen in."""
-    browser.open(report_page, width, height, is_phone)
+    browser.open(report_page, width, is_phone, is_dark)
     if folder := os.environ.get("HESSCALE_SCREENSHOTS"):
-        browser.photograph(Path(folder) / f"{'phone' if is_phone else 'desktop'}.png")
-    assert browser.value(DRAWN) == expected_figures()
+        browser.photograph(Path(folder) / f"{width}-{'dark' if is_dark else 'light'}.png")
+    shown = browser.value(DRAWN)
+    assert len(shown) == sum(isinstance(item, Plot | Heat) for account in accounts() for item in account.items)
+    assert all(shown)
     assert browser.complaints() == []
     fetched = [event["request"]["url"] for event in browser.seen("Network.requestWillBeSent")]
-    assert [url for url in fetched if not url.startswith(("data:", "blob:"))] == [report_page.resolve().as_uri()]
+    assert [url for url in fetched if not url.startswith("data:")] == [report_page.resolve().as_uri()]
     assert browser.value(OVERFLOW) == []
     assert browser.value("document.documentElement.scrollWidth") <= width
+    background, ink = (browser.value(f"getComputedStyle(document.body).{name}") for name in ("backgroundColor", "color"))
+    assert (lightness(background) < lightness(ink)) is is_dark
 
 
-def test_the_page_follows_the_width_of_its_window(browser, report_page):
-    browser.open(report_page, 1280, 900, False)
-    browser.call("Emulation.setDeviceMetricsOverride", width=375, height=812, deviceScaleFactor=1, mobile=False)
-    browser.value("new Promise(done => setTimeout(() => done(1), 1000))")
+def lightness(colour: str) -> int:
+    return sum(map(int, re.findall(r"\d+", colour)[:3]))
+
+
+@pytest.mark.parametrize("has_script", [True, False])
+def test_a_switch_shows_one_view(browser, tmp_path, has_script):
+    views = list(itertools.product(("test", "train"), ("epochs", "seconds")))
+    plots = [Plot("-".join(view), " ".join(view), [Series("a", [1, 2], [1, 2])], group="g", view=view) for view in views]
+    page = write_report([Account("a", "A", sections=[Section("S", items=plots)])], tmp_path)
+    browser.call("Emulation.setScriptExecutionDisabled", value=not has_script)
+    browser.open(page, 1280)
+    seen = "[...document.querySelectorAll('.view')].filter(view => view.offsetHeight).map(view => view.innerText.split('\\n')[0])"
+    assert browser.value(seen) == ["test epochs"]
+    browser.value("document.querySelectorAll('.switches input')[1].click()")
+    browser.value("document.querySelectorAll('.switches input')[3].click()")
+    assert browser.value(seen) == ["train seconds"]
+    browser.call("Emulation.setScriptExecutionDisabled", value=False)
+
+
+def test_the_point_below_the_pointer_shows_its_values(browser, tmp_path):
+    plot = Plot("p", "P", [Series("Adam", [1, 2, 4], [10, 1000, 100]), Series("SGD", [1, 2, 4], [20, 20, 20])], log_y=True)
+    page = write_report([Account("a", "A", sections=[Section("S", items=[plot])])], tmp_path)
+    browser.open(page, 390)
+    place = browser.value("""(() => {
+      const box = document.querySelectorAll("[data-series=Adam] use")[1].getBoundingClientRect();
+      return [box.x + box.width / 2, box.y + box.height / 2];
+    })()""")
+    browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=place[0] + 3, y=place[1] + 3)
+    assert browser.value("document.querySelector('.tip').textContent") == "Adam: 2, 1000"
     assert browser.value(OVERFLOW) == []
-    assert browser.value(DRAWN) == expected_figures()
-
-
-def test_no_button_offers_to_upload(browser, report_page):
-    browser.open(report_page, 1280, 900, False)
-    titles = set(browser.value("[...document.querySelectorAll('.modebar-btn')].map(node => node.dataset.title)"))
-    assert titles == {"Zoom", "Pan", "Reset axes"}
-
-
-def test_a_label_hides_what_it_names(browser, report_page):
-    browser.open(report_page, 1280, 900, False)
-    button = "document.querySelector('.legend button')"
-    lines = f"{button}.closest('figure').querySelectorAll('.scatterlayer .trace, .barlayer .trace').length"
-    before = browser.value(lines)
-    browser.value(f"{button}.click()")
-    assert browser.value(lines) == before - 2  # its dots and their medians
-    browser.value(f"{button}.click()")
-    assert browser.value(lines) == before
+    browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=1, y=1)
+    assert browser.value("document.querySelector('.tip').hidden")
     assert browser.complaints() == []

@@ -644,6 +644,15 @@ def test_optimizers_are_compared_over_all_environments():
         ["AdaHesScale", "0.001", section.items[1].rows[1][2]],
     ]
     assert section.items[1].rows[1][2].startswith("1.00 [")  # of 0, 1, 1 and 2, the middle two
+    over_all, first, second = section.findings
+    assert over_all.text.startswith(
+        "A2C: interquartile mean of the scores over 2 environments, at one step size for all of them: "
+    )
+    expected = (
+        "A2C on a: AdaHesScale has the highest mean return, 10.0 ± 0.0 at step size 0.001; Adam has 0.0 ± 0.0 at step size 0.001."
+    )
+    assert (first.text, first.figure) == (expected, "return-a2c-a")
+    assert second.text.endswith("The difference is within 2 standard errors.")
     longer = [dataclasses.replace(r, task=dataclasses.replace(r.task, env="a", steps=80)) for r in results[4:]]
     elsewhere = [dataclasses.replace(r, task=dataclasses.replace(r.task, step_size=0.5)) for r in results[4:]]
     for others in ([], longer, elsewhere):  # nothing that several environments have

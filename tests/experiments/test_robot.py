@@ -90,6 +90,11 @@ def test_a_section_counts_the_runs_that_deteriorated():
     assert lines.series[0].y[4] == 110.0
     assert [series.label for series in mean.series] == ["Adam", "Scaled Adam"]
     assert "a window of 10% of all steps" in found.text
+    counts, losses = found.findings
+    assert counts.text.startswith("2 of 3 runs of Adam and 0 of 2 runs of Scaled Adam deteriorated")
+    assert losses.text == "Loss from the peak to the end, in percent of the gain: Adam 21.7 ± 21.7 % and Scaled Adam 0.0 ± 0.0 %."
+    idle = [result([-90.0, -90.0, -120.0, -120.0], seed=seed) for seed in (0, 1)]
+    assert robot.sections(idle)[0].findings == []
 
 
 def test_step_sizes_have_a_section_each():

@@ -155,13 +155,41 @@ def test_a_section_has_a_plot_for_each_environment_and_one_for_all():
     assert scaled.y == pytest.approx([0.25, 0.25])
     assert (scaled.low[1], scaled.high[1]) == pytest.approx((-0.05, 0.55))
     assert plots[0].log_x
-    assert "0 is a return of 100.0 and 1 of 300.0" in plots[0].caption
+    assert "0 is a return of 100.0, and 1 is a return of 300.0" in plots[0].caption
     assert total.title == "PPO over 3 environments"
     assert total.series[0].y == pytest.approx([0.0, 1.0])  # of three times 0.5 and 1.5 each
     assert sensitivity.rows[0] == ["Ant-v5", "Adam", "1.00 ± 0.50 at 0.01", "0.00 ± 0.05 at 0.001", "1.00", "0 of 4"]
     assert sensitivity.rows[1][4:] == ["0.00", "1 of 4 (0.01: 1)"]
     assert overall.rows[0][3:] == ["1.00", "1.00 ± 0.00", "0 of 12"]
     assert overall.rows[1][5] == "3 of 12 (0.01: 3)"
+
+
+def test_findings_are_the_scores_over_step_sizes_and_what_diverged():
+    """Scores of Adam are 0, 1 and 0.5 at three step sizes, and those of Scaled Adam 0.25 throughout."""
+    more = [result("adam", 1e-1, seed, 200.0) for seed in (0, 1)] + [result("scaled-adam", 1e-1, seed, 150.0) for seed in (0, 1)]
+    (section,) = robustness.sections([*some(), *more])
+    first, *_, last = section.findings
+    texts = ["Scaled Adam scores 0.25 to 0.25 at step sizes 0.001 to 0.1", "Adam scores 0.00 to 1.00 at step sizes 0.001 to 0.1"]
+    assert first.text == f"PPO, Ant-v5: {'; '.join(texts)}."
+    assert (first.figure, last.text) == ("ppo-all", "PPO: 1 of 12 runs diverged: 1 of the 6 of Scaled Adam.")
+    (section,) = robustness.sections(some())  # two step sizes do not show a range
+    share, _ = [finding.text for finding in section.findings]
+    best = "25 % (Scaled Adam at step size 0.001)"
+    assert share == f"PPO, Ant-v5: the best step size reaches {best} of the score of Adam at its best step size."
+
+
+def test_a_finding_compares_with_an_adam_that_is_tuned_in_each_environment():
+    found = [
+        result(optimizer, 1e-3, seed, mean + seed, env=env)
+        for env, adam, scaled in (("Ant-v5", 100.0, 80.0), ("Hopper-v5", 50.0, 40.0))
+        for optimizer, mean in (("adam", adam), ("scaled-adam", scaled), ("untrained", 0.0))
+        for seed in (0, 1)
+    ]
+    (section,) = robustness.sections(found)
+    expected = (
+        "one step size in all environments reaches 80 % (Scaled Adam at step size 0.001) of the score of an Adam that is tuned"
+    )
+    assert expected in section.findings[0].text
 
 
 def untrained(found, **task):

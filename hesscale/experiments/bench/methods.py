@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import hesscale
 
+from ..colours import COLOURS
 from ..lab.choices import Choices
 from ..optimizers import OPTIMIZERS
 from . import exact
@@ -41,6 +42,7 @@ class Method:
     optimizer: Callable[..., torch.optim.Optimizer]
     period: int = 1  # number of steps after which its costs repeat
     source: str = ""  # a BackPACK extension, "exact" or "exact-ggn"; the optimizer's own backward otherwise
+    colour: str | None = None
 
     @property
     def modes(self) -> tuple[str, ...]:
@@ -53,13 +55,13 @@ def method(optimizer: str, name: str = "") -> Method:
     options: dict[str, Any] = {"trust_radius": TRUST_RADIUS} if spec.is_scaled else {}
     make = functools.partial(spec.make, lr=STEP_SIZE, **options)
     name, period = name or spec.name, spec.options.get("curvature_every", 1)
-    return Method(name, spec.cost_label or spec.label, make, period)
+    return Method(name, spec.cost_label or spec.label, make, period, colour=spec.colour)
 
 
 def method_of(source: str, name: str, label: str) -> Method:
     """AdaHesScale with a diagonal from elsewhere."""
     make = functools.partial(OPTIMIZERS["adahesscale"].make, lr=STEP_SIZE)
-    return Method(name, label, make, source=source)
+    return Method(name, label, make, source=source, colour=COLOURS[name])
 
 
 METHODS = Choices(

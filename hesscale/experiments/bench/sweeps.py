@@ -77,7 +77,8 @@ class Sweep:
             if points := self.of(key, quantity):
                 middle, low, high = ([value[q] for value in points.values()] for q in ("median", "q1", "q3"))
                 is_dashed = key[1] != self.keys[0][1]
-                series.append(Series(self.label(key), list(points), middle, low, high, dashed=is_dashed))
+                colour = METHODS[key[0]].colour
+                series.append(Series(self.label(key), list(points), middle, low, high, colour=colour, dashed=is_dashed))
         return Plot(name, title, series, f"number of {self.kind}", label, log_x=True, log_y=True, caption=caption)
 
 

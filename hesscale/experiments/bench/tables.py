@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ..colours import COLOURS
 from ..lab.plots import Plot, Series, Table
-from ..optimizers import COLOURS
 from .methods import BASELINE, METHODS, MODES
 from .sweeps import Record, Row, sweep_of
 from .targets import TargetResult, spread

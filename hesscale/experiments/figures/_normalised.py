@@ -47,9 +47,12 @@ class Method(NamedTuple):
         return AGENT_OPTIMIZERS[self.optimizer].label + radius
 
     @property
-    def colour(self) -> str | None:
-        """The optimizer's own colour; None where several radii need several colours."""
-        return AGENT_OPTIMIZERS[self.optimizer].colour if self.trust_radius is None else None
+    def colour(self) -> str:
+        return AGENT_OPTIMIZERS[self.optimizer].colour
+
+    @property
+    def is_variant(self) -> bool:
+        return AGENT_OPTIMIZERS[self.optimizer].is_variant
 
 
 Cell = tuple[Method, float]  # a method and a step size

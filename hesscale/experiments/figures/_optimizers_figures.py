@@ -5,20 +5,20 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ..lab.plots import Plot, Section, Series, Table
+from ..lab.plots import Finding, Plot, Section, Table, mean_line
 from ..lab.statistics import Summary, summary
 from ..lab.store import Result
 from ..optimizers import IMAGE_OPTIMIZERS
 from ..tasks.registry import PROBLEMS
-from ._supervised_figures import comparable, finished, is_finished, styles_of
+from ._findings import ERRORS, divergence_findings
+from ._supervised_figures import comparable, finished, is_finished, style_of
 
 OF_METHODS = ("optimizer", "step_size", "seed")  # settings that may differ within a comparison
 DEFAULT_STEP_SIZE = 1e-3  # Adam's
-ERRORS = 2  # standard errors of a difference, from which on an optimizer is ahead of Adam or behind it
 
 
 class Method:
@@ -120,11 +120,9 @@ def sections(results: list[Result]) -> list[Section]:
     comparisons = compared(results)
     names = {name: None for comparison in comparisons for name in comparison.methods}
     ordered = [name for name in IMAGE_OPTIMIZERS if name in names]
-    by_label = styles_of({IMAGE_OPTIMIZERS[name].label: name for name in ordered})
-    styles = {name: by_label[IMAGE_OPTIMIZERS[name].label] for name in ordered}
     text = f"Tasks: {', '.join(comparison.label for comparison in comparisons)}."
-    first = Section("All tasks", text, [overall(comparisons, ordered)])
-    return [first, *[section(comparison, styles) for comparison in comparisons]]
+    first = Section("All tasks", text, [overall(comparisons, ordered)], findings(comparisons, ordered))
+    return [first, *map(section, comparisons)]
 
 
 def compared(results: Sequence[Result]) -> list[Comparison]:
@@ -142,7 +140,7 @@ def compared(results: Sequence[Result]) -> list[Comparison]:
     return comparisons
 
 
-def section(comparison: Comparison, styles: Mapping[str, tuple[str, bool]]) -> Section:
+def section(comparison: Comparison) -> Section:
     task, runs = comparison.task, [result for method in comparison.methods.values() for result in method.all_runs]
     seeds, modes = len({result.task.seed for result in runs}), sorted({result.values["mode"] for result in runs})
     text = (
@@ -151,9 +149,9 @@ def section(comparison: Comparison, styles: Mapping[str, tuple[str, bool]]) -> S
         f"how steps ran: {', '.join(modes)}. Tuned: the step size with the best {comparison.problem.metric} on the validation "
         f"split at the end. Untuned: the step size {DEFAULT_STEP_SIZE:g}, Adam's default."
     )
-    name = comparison.label.replace(", ", "-").replace(" ", "-")
+    name = file_name(comparison)
     title = comparison.problem.title + comparison.label.removeprefix(task.problem)
-    return Section(title, text, [table(comparison, f"{name}-optimizers"), by_step_size(comparison, styles, f"{name}-step-sizes")])
+    return Section(title, text, [table(comparison, f"{name}-optimizers"), by_step_size(comparison, f"{name}-step-sizes")])
 
 
 def table(comparison: Comparison, name: str) -> Table:
@@ -171,9 +169,9 @@ def table(comparison: Comparison, name: str) -> Table:
     }
     rows: list[Sequence[str]] = [[m.label, *[cell(m) for cell in columns.values()]] for m in comparison.methods.values()]
     caption = (
-        "Mean and standard error over seeds. A seed that diverged has accuracy 0, and is left out of the losses. Untuned / tuned "
-        "Adam: the ratio of the two accuracies. Diverged: runs whose loss, gradient or curvature was not finite, and at which "
-        "step sizes. Largest jump: the largest loss of a batch divided by the first, over all runs. Seconds: of a step, in the "
+        "Means and standard errors are over seeds. A seed that diverged has accuracy 0 and is left out of the losses. “Untuned / "
+        "tuned Adam” is the ratio of the two accuracies. A run diverged if its loss, gradient or curvature was not finite. "
+        "“Largest jump” is the largest loss of a batch divided by the first, over all runs. “Seconds” are those of a step in the "
         "median run, without evaluation, on the same kind of machine."
     )
     return Table(name, f"{comparison.label}: optimizers, tuned and untuned", ["optimizer", *columns], rows, caption)
@@ -195,46 +193,100 @@ def jump(method: Method) -> str:
     return "{:.3g} at {:g}".format(*max(found)) if found else "–"
 
 
-def by_step_size(comparison: Comparison, styles: Mapping[str, tuple[str, bool]], name: str) -> Plot:
+def by_step_size(comparison: Comparison, name: str) -> Plot:
     """Test accuracy by step size, or test loss, where a step size at which all seeds diverged breaks the line."""
     is_loss = comparison.problem.metric == "loss"
     series = []
     for method in comparison.methods.values():
         found = [(method.loss if is_loss else method.accuracy)(size) or Summary(math.nan, None) for size in method.by_size]
-        low, high = ([at.mean + sign * (at.error or 0) for at in found] for sign in (-1, 1))
-        colour, is_dashed = styles[method.name]
-        points = list(method.by_size), [at.mean for at in found]
-        series.append(Series(method.label, *points, low, high, colour=colour, dashed=is_dashed))
+        points = dict(zip(method.by_size, found, strict=True))
+        series.append(mean_line(method.label, points, *style_of(method.label, method.name)))
     what = f"test {comparison.problem.metric}"
-    over = "the seeds that did not diverge" if is_loss else "seeds, where one that diverged counts as 0"
-    caption = f"After the last step; mean and standard error over {over}."
-    return Plot(name, f"{comparison.label}: {what} by step size", series, "step size", what, True, is_loss, caption=caption)
+    diverged_ones = "are left out" if is_loss else "count as 0"
+    caption = (
+        f"Values after the last step. Lines are means over seeds, bands are standard errors. Runs that diverged {diverged_ones}."
+    )
+    title, worse = f"{comparison.label}: {what} by step size", "up" if is_loss else ""
+    return Plot(name, title, series, "step size", what, True, is_loss, caption=caption, worse=worse)
 
 
-def overall(comparisons: Sequence[Comparison], names: Sequence[str]) -> Table:
-    rows: list[Sequence[str]] = []
-    for name in names:
+def file_name(comparison: Comparison) -> str:
+    return comparison.label.replace(", ", "-").replace(" ", "-")
+
+
+class Record:
+    """How an optimizer fares on all tasks that it was tried on.
+
+    Attributes:
+        worst, where: the lowest accuracy at Adam's default step size as a share of tuned Adam's, and the task; None if unknown.
+        tasks: how many tasks have at least two seeds of it and of Adam.
+        ahead, behind: those of them in which it is, tuned, better or worse than tuned Adam.
+    """
+
+    def __init__(self, comparisons: Sequence[Comparison], name: str) -> None:
         pairs = [(comparison, comparison.methods[name]) for comparison in comparisons if name in comparison.methods]
         shares = [(share, found.label) for found, method in pairs if (share := found.share(method)) is not None]
         leads = [(lead, found.label) for found, method in pairs if (lead := found.lead(method)) is not None]
         runs = [result for _, method in pairs for result in method.all_runs]
-        worst, where = min(shares, default=(None, "–"))
-        ahead = [label for lead, label in leads if lead > ERRORS]
-        behind = [label for lead, label in leads if lead < -ERRORS]
-        cells = [listed(ahead), listed(behind)] if leads and name != "adam" else ["–", "–"]
-        dead = len(runs) - len(finished(runs))
-        label = IMAGE_OPTIMIZERS[name].label
-        rows.append([label, number(worst, ".1f", 100), where, *cells, str(len(leads)), f"{dead} of {len(runs)}"])
+        self.name, self.label = name, IMAGE_OPTIMIZERS[name].label
+        self.worst: float | None
+        self.worst, self.where = min(shares, default=(None, "–"))
+        self.untuned, self.tasks = len(shares), len(leads)
+        self.ahead = [label for lead, label in leads if lead > ERRORS]
+        self.behind = [label for lead, label in leads if lead < -ERRORS]
+        self.dead, self.runs = len(runs) - len(finished(runs)), len(runs)
+
+
+def findings(comparisons: Sequence[Comparison], names: Sequence[str]) -> list[Finding]:
+    """Which optimizers are better or worse than Adam when tuned, and which keep most of its accuracy untuned."""
+    records = [Record(comparisons, name) for name in names]
+    found, compared_ones = [], [record for record in records if record.tasks and record.name != "adam"]
+    figure = f"{file_name(comparisons[0])}-step-sizes"
+    if compared_ones:
+        first = max(compared_ones, key=lambda record: len(record.ahead) - len(record.behind))
+        last = min(compared_ones, key=lambda record: len(record.ahead) - len(record.behind))
+        texts = [
+            f"{record.label} is better than Adam in {len(record.ahead)} of {record.tasks} task{'s' * (record.tasks > 1)} and "
+            f"worse in {len(record.behind)}"
+            for record in dict.fromkeys((first, last))
+        ]
+        text = f"Tuned, {'; '.join(texts)}, by more than {ERRORS} standard errors of the difference."
+        if not any(record.ahead or record.behind for record in compared_ones):
+            most = max(record.tasks for record in compared_ones)
+            tasks = f"any of the {most} tasks" if most > 1 else "the task"
+            text = f"Tuned, no optimizer differs from Adam by more than {ERRORS} standard errors in {tasks}."
+        found.append(Finding(text, figure))
+    shares = {record.label: record for record in records if record.worst is not None}
+    adam = shares.pop(IMAGE_OPTIMIZERS["adam"].label, None)
+    if adam is not None and shares:
+        best = max(shares.values(), key=lambda record: record.worst or 0.0)
+        tasks = f"in every one of {best.untuned} tasks" if best.untuned > 1 else f"in {best.where}"
+        text = (
+            f"At the step size {DEFAULT_STEP_SIZE:g}, without tuning, {best.label} has at least "
+            f"{number(best.worst, '.1f', 100)} % of the accuracy of tuned Adam {tasks}; Adam itself has "
+            f"{number(adam.worst, '.1f', 100)} % or more."
+        )
+        found.append(Finding(text, figure))
+    return [*found, *divergence_findings({record.label: (record.dead, record.runs) for record in records})]
+
+
+def overall(comparisons: Sequence[Comparison], names: Sequence[str]) -> Table:
+    rows: list[Sequence[str]] = []
+    for found in [Record(comparisons, name) for name in names]:
+        cells = [counted(found.ahead), counted(found.behind)] if found.tasks and found.name != "adam" else ["–", "–"]
+        worst = number(found.worst, ".1f", 100)
+        rows.append([found.label, worst, found.where, *cells, str(found.tasks), f"{found.dead} of {found.runs}"])
     header = ["optimizer", "worst untuned, %", "in", "ahead of Adam", "behind Adam", "tasks compared", "diverged"]
     caption = (
-        f"Worst untuned: the lowest accuracy at the step size {DEFAULT_STEP_SIZE:g}, in percent of that of tuned Adam, and in "
-        f"which task. Ahead, behind: tasks in which the tuned optimizer differs from tuned Adam by more than {ERRORS} standard "
-        "errors of the difference, by accuracy, or by loss for texts. Tasks compared: those with at least two seeds."
+        f"“Worst untuned” is the lowest accuracy at the step size {DEFAULT_STEP_SIZE:g}, in percent of tuned Adam's, and “in” "
+        "names its task. “Ahead” and “behind” list the tasks in which the tuned optimizer differs from tuned Adam by more "
+        f"than {ERRORS} standard errors of the difference, by accuracy for images and by loss for texts. Tasks are compared "
+        "if they have two seeds."
     )
     return Table("summary", "Optimizers over all tasks", header, rows, caption)
 
 
-def listed(labels: Sequence[str]) -> str:
+def counted(labels: Sequence[str]) -> str:
     return f"{len(labels)}: {', '.join(labels)}" if labels else "0"
 
 

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..lab.plots import Plot, Section, Series, Table
+from ..colours import COLOURS
+from ..lab.plots import Finding, Plot, Section, Series, Table
 from ..lab.store import Result
+from ._findings import listed
 from ._quality_methods import AUTHORS, DRAWS, METHODS, TO_GGN
 
 SHOWN = (
@@ -27,15 +29,8 @@ SHOWN = (
     "AdaHessian-MC1",
     "AdaHessian-MC50",
 )
-COLOURS = dict(
-    zip(
-        SHOWN,
-        ("#1f6f8b", "#e0a33e", "#57a773", "#20603d", "#b07cc6", "#6b3f87", "#d1605e", "#7f7f7f", "#f2a7b5", "#a8325a"),
-        strict=True,
-    )
-)
 NORM_OF_GGN = "|diag(G)|"
-CAPTION = "Means over initializations ± standard errors."
+CAPTION = "Means over networks ± standard errors."
 ROUNDING = 1e-12  # errors below this share of a layer's norm count as zero
 QUIRKS = (
     "BL89 and AdaHessian are as the authors' code has them. Its BL89 belongs to another network, initialized and trained apart, "
@@ -100,21 +95,45 @@ def section(found: Findings, differ: list[str]) -> Section:
     text += f"\n\n{QUIRKS}" if task.quirks == AUTHORS else ""
     title = f"Approximation quality ({', '.join(values)})" if values else "Approximation quality"
     made = (figure_2a, figure_2b, table_of_errors, table_of_layers, figure_of_ggn, claims)
-    return Section(title, text, [make(found, name) for make in made])
+    return Section(title, text, [make(found, name) for make in made], findings(found, name))
+
+
+def findings(found: Findings, name: str) -> list[Finding]:
+    """Which method has the smallest error, how far the others are, and whether the last layer is exact."""
+    others = [method for method in SHOWN if method != "HesScale"]
+    means = {method: found.relative(method).mean().item() for method in others}
+    if found.task.quirks or not all(map(math.isfinite, means.values())):  # quirks: other methods than the names say
+        return []
+    networks, start = len(found.errors), f"On {found.task.dataset}, "
+    nearest = min(means, key=lambda method: means[method])
+    best = int(torch.stack([found.relative(method) >= 1 for method in others]).all(0).sum())
+    if means[nearest] > 1 and 2 * best > networks:
+        share = spread(100 * found.error("HesScale") / found.error("|diag(H)|"))
+        texts = [
+            f"{start}HesScale has the smallest error of all methods in {best} of {networks} networks: {share} % of the norm of "
+            f"the exact diagonal. Next is {nearest}, with {spread(found.relative(nearest))} times its error."
+        ]
+    else:
+        texts = [f"{start}{nearest} has {number(means[nearest], 3)} times the error of HesScale, which is not the smallest here."]
+    ratios = [f"{number(means[f'AdaHessian-MC{draws}'], 3)} times ({draws} draw{'s' * (draws > 1)})" for draws in (1, DRAWS)]
+    texts.append(f"AdaHessian's estimate has {listed(ratios)} the error of HesScale's.")
+    if nearest != "BL89" and (found.relative("BL89") > 1).all():
+        texts.append(
+            f"BL89, whose diagonal at the outputs is not exact, has {spread(found.relative('BL89'))} times the error of HesScale."
+        )
+    last = len(found.sizes) - 2
+    if not any(found.error(method, last).any() for method in ("HesScale", "HesScaleGN")):
+        texts.append("In the last layer, HesScale and HesScaleGN are exact.")
+    return [Finding(text, f"{name}-relative") for text in texts]
 
 
 def clouds(values: dict[str, Tensor], colours: Sequence[str]) -> list[Series]:
     """For each name, a bar for the mean and a dot for each network."""
     found = []
     for place, ((label, each), colour) in enumerate(zip(values.items(), colours, strict=True)):
-        found.append(Series(label, [place], [each.mean().item()], kind="bars", colour=pale(colour)))
+        found.append(Series(label, [place], [each.mean().item()], kind="bars", colour=colour))
         found.append(Series(label, [place] * len(each), each.tolist(), kind="dots", colour=colour))
     return found
-
-
-def pale(colour: str) -> str:
-    """A colour halfway to white."""
-    return "#" + "".join(f"{(int(colour[i : i + 2], 16) + 255) // 2:02x}" for i in (1, 3, 5))
 
 
 def figure_2a(found: Findings, name: str) -> Plot:
@@ -125,7 +144,7 @@ def figure_2a(found: Findings, name: str) -> Plot:
         y_label="error / HesScale's error",
         log_y=True,
         categories=SHOWN,
-        caption="A dot for each initialization, a bar for their mean, a line at their median. Below 1 is better than HesScale.",
+        caption="Each dot is a network, and each bar is the mean. Below 1 is better than HesScale.",
     )
 
 
@@ -145,7 +164,9 @@ def figure_2b(found: Findings, name: str) -> Plot:
         y_label="L¹ error",
         log_y=True,
         categories=[f"layer {layer + 1}" for layer in layers],
-        caption="Means over initializations, with standard errors. Methods that are exact in a layer have no point there.",
+        caption=(
+            "Lines are means over networks, bands are standard errors. Methods that are exact in a layer have no point there."
+        ),
     )
 
 
@@ -173,7 +194,7 @@ def figure_of_ggn(found: Findings, name: str) -> Plot:
         clouds({method: found.from_ggn(method) for method in labels}, [COLOURS[method] for method in labels]),
         y_label=f"distance / {NORM_OF_GGN}",
         categories=labels,
-        caption="A dot for each initialization, a bar for their mean, a line at their median. Estimating zero would have 1.",
+        caption="Each dot is a network, and each bar is the mean. An estimate of zero has the distance 1.",
     )
 
 

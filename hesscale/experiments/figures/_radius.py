@@ -33,9 +33,9 @@ def beside_adam(known: list[Scores], over_all: OverAll, algo: str, end: str) -> 
         return []
     header = ["optimizer", "step size", "IQM", "% of tuned Adam", "lowest in one environment, %", "diverged"]
     caption = (
-        "Adam has the step size with the highest mean score in each environment; every other row has one step size in all. IQM: "
-        "over seeds and environments, with 95 % intervals. Lowest: the mean score over seeds, divided by Adam's, in the "
-        "environment where that is lowest."
+        "Adam has the step size with the highest mean score in each environment. Every other row has one step size in all of "
+        "them. Interquartile means (IQM) are over seeds and environments, with 95 % intervals. “Lowest” is the mean score "
+        "over seeds, divided by Adam's, in the environment where this ratio is lowest."
     )
     return [Table(f"{algo}-beside-adam{end}", f"{algo.upper()}: beside Adam at its best step sizes", header, rows, caption)]
 
@@ -54,8 +54,9 @@ def by_radius(known: list[Scores], over_all: OverAll, algo: str, end: str) -> li
     for (name, size), line in lines.items():
         line = dict(sorted(line.items()))
         ends = [at.interval or (at.iqm, at.iqm) for at in line.values()]
-        label = f"{AGENT_OPTIMIZERS[name].label}, α = {compact(size)}"
-        series.append(Series(label, list(line), [at.iqm for at in line.values()], [e[0] for e in ends], [e[1] for e in ends]))
+        label, colour = f"{AGENT_OPTIMIZERS[name].label}, α = {compact(size)}", AGENT_OPTIMIZERS[name].colour
+        middle, low, high = [at.iqm for at in line.values()], [e[0] for e in ends], [e[1] for e in ends]
+        series.append(Series(label, list(line), middle, low, high, colour=colour))
     if best := aggregate_tuned(known, ADAM):
         series.append(
             Series(
@@ -67,7 +68,6 @@ def by_radius(known: list[Scores], over_all: OverAll, algo: str, end: str) -> li
             )
         )
     title = f"{algo.upper()} over {len(known)} environment{'s' if len(known) > 1 else ''}, by trust radius"
-    caption = "Interquartile mean over all seeds and environments, with 95 % intervals of a stratified bootstrap."
-    return [
-        Plot(f"{algo}-by-radius{end}", title, series, "trust radius Δ", "IQM of normalised returns", log_x=True, caption=caption)
-    ]
+    caption = "Lines are interquartile means over seeds and environments. Bands are 95 % intervals of a stratified bootstrap."
+    labels = "trust radius Δ", "IQM of normalised returns"
+    return [Plot(f"{algo}-by-radius{end}", title, series, *labels, log_x=True, caption=caption, worse="down")]

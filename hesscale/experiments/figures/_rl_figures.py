@@ -8,11 +8,12 @@ from dataclasses import asdict
 from typing import Any
 
 from ..lab.compact import compact
-from ..lab.plots import Plot, Section, Series, Table
+from ..lab.plots import Finding, Plot, Section, Table, mean_line
 from ..lab.statistics import Summary, summary
 from ..lab.store import Result
-from ..optimizers import AGENT_OPTIMIZERS
+from ..optimizers import AGENT_OPTIMIZERS, UNTRAINED
 from ..rl.config import Config
+from ._findings import divergence_findings, highest, listed
 from ._normalised import Cell, Method, aggregate, definition, in_order, methods_of, scores_of
 
 
@@ -56,29 +57,52 @@ def section(results: list[Result], end: str) -> Section:
         for result in sorted(found, key=place):
             groups.setdefault(env, {}).setdefault((methods[result.task], result.task.step_size), []).append(result)
     rows: list[Sequence[str]] = []
-    plots = []
+    plots: list[Plot] = []
+    findings: list[Finding] = []
     for env, cells in groups.items():
         known = [r.values["mean_return"] for found in cells.values() for r in found if r.values["mean_return"] is not None]
         scores = {cell: score_of(found, min(known)) for cell, found in cells.items()} if known else {}
         rows += [row(env, *cell, found, scores.get(cell)) for cell, found in cells.items()]
         plots.append(plot(env, cells, scores, f"return-{task.algo}-{env.replace('/', '-')}{end}"))
+        findings += best_optimizer(f"{task.algo.upper()} on {env}: ", scores, plots[-1].name)
     header = ["environment", "optimizer", "step size", "mean return", "return at the end", "diverged", "steps/s"]
     caption = (
-        "Mean return: of the episode that a step belongs to, over all steps of a run; at the end: of the last tenth that seeds "
-        "which did not diverge logged. Means and standard errors over seeds. Steps/s: of all agents that learned together, on "
-        "whatever machine and beside whatever else: no comparison of optimizers."
+        "“Mean return” is the return of the episode that a step belongs to, averaged over all steps of a run. “Return at the "
+        "end” is the mean over the last tenth of the steps, of the seeds that did not diverge. Means and standard errors are "
+        "over seeds. “Steps/s” counts the steps of all agents that learned together. It does not compare optimizers, since "
+        "machines and their load may differ."
     )
     table = Table(
         f"returns-{task.algo}{end}", f"{task.algo.upper()}: mean undiscounted return over the run", header, rows, caption
     )
-    return Section(f"{task.algo.upper()}, {task.protocol} protocol", text, [table, *overall(results, end), *plots])
+    tables, over_all = overall(results, end)
+    findings = [*over_all, *findings, *divergence_findings(divergence_counts(results, methods), f"{task.algo.upper()}: ")]
+    return Section(f"{task.algo.upper()}, {task.protocol} protocol", text, [table, *tables, *plots], findings)
 
 
-def overall(results: list[Result], end: str) -> list[Table]:
+def best_optimizer(start: str, scores: dict[Cell, Summary], figure: str) -> list[Finding]:
+    best = {cell[0].label: cell for cell in best_cells(scores).values() if cell[0].optimizer != UNTRAINED}
+
+    def text(label: str, at: Summary) -> str:
+        return f"{at.text('.1f')} at step size {compact(best[label][1])}"
+
+    return highest("mean return", {label: scores[cell] for label, cell in best.items()}, text, figure, start)
+
+
+def divergence_counts(results: Sequence[Result], methods: dict[Config, Method]) -> dict[str, tuple[int, int]]:
+    """By method, how many runs diverged and how many there are."""
+    return {
+        method.label: (sum(found.values["diverged_at"] is not None for found in runs), len(runs))
+        for method in in_order(methods.values())
+        if (runs := [result for result in results if methods[result.task] == method])
+    }
+
+
+def overall(results: list[Result], end: str) -> tuple[list[Table], list[Finding]]:
     """How optimizers compare over all environments, if there are several."""
     by_env = by_environment(results)
     if len(by_env) > len({result.task.env for result in results}):  # an environment has runs of several lengths
-        return []
+        return [], []
     methods = methods_of(results)
     found = [scores_of(env, runs, methods) for env, runs in sorted(by_env.items())]
     known = [scores for scores in found if scores is not None]
@@ -87,14 +111,22 @@ def overall(results: list[Result], end: str) -> list[Table]:
         [method.label, compact(size), at.text()] for method, sizes in estimates.items() for size, at in sizes.items()
     ]
     if len(known) < 2 or not rows:
-        return []
+        return [], []
     algo = results[0].task.algo
     title = f"{algo.upper()}: {len(known)} environments together"
     caption = (
-        "Interquartile means of scores over environments and the seeds that all of them have, with 95 % intervals of a "
-        f"stratified bootstrap; of step sizes that all environments have. {definition(results)}"
+        "Interquartile means of the scores, over environments and seeds, with 95 % intervals of a stratified bootstrap. Only "
+        f"seeds and step sizes that all environments have count. {definition(results)}"
     )
-    return [Table(f"overall-{algo}{end}", title, ["optimizer", "step size", "IQM"], rows, caption)]
+    table = Table(f"overall-{algo}{end}", title, ["optimizer", "step size", "IQM"], rows, caption)
+    bests = {method: max(sizes, key=lambda size: sizes[size].iqm) for method, sizes in estimates.items() if sizes}
+    ranked = sorted(bests, key=lambda method: -estimates[method][bests[method]].iqm)
+    parts = [f"{method.label} {estimates[method][bests[method]].text()} at {compact(bests[method])}" for method in ranked]
+    text = (
+        f"{algo.upper()}: interquartile mean of the scores over {len(known)} environments, at one step size for all of them: "
+        f"{listed(parts)}."
+    )
+    return [table], [Finding(text)] if len(parts) > 1 else []
 
 
 def by_environment(results: list[Result]) -> dict[str, list[Result]]:
@@ -154,19 +186,27 @@ def curve(result: Result) -> list[tuple[int, float]]:
 
 def plot(env: str, cells: dict[Cell, list[Result]], scores: dict[Cell, Summary], name: str) -> Plot:
     """Return against steps, for each optimizer at the step size with the best score."""
-    best: dict[Method, Cell] = {}
-    for cell in scores:
-        if cell[0] not in best or scores[cell].mean > scores[best[cell[0]]].mean:
-            best[cell[0]] = cell
+    best = best_cells(scores)
     everything = [value for found in cells.values() for result in found for _, value in curve(result)]
     series = []
     for method, cell in best.items():
         points = averaged(cells[cell], min(everything, default=0.0))
-        low, high = ([at.mean + sign * (at.error or 0) for at in points.values()] for sign in (-1, 1))
         label = f"{method.label}, α = {compact(cell[1])}"
-        series.append(Series(label, list(points), [at.mean for at in points.values()], low, high))
-    caption = "Episodes since the last point; mean and standard error over seeds, each optimizer at its best step size."
-    return Plot(name, f"Return on {env}", series, "steps", "return", caption=caption)
+        series.append(mean_line(label, points, method.colour, method.is_variant))
+    caption = (
+        "Each point averages the episodes since the last one. Lines are means over seeds, bands are standard errors. Each "
+        "optimizer is shown at its best step size."
+    )
+    return Plot(name, f"Return on {env}", series, "steps", "return", caption=caption, worse="down")
+
+
+def best_cells(scores: dict[Cell, Summary]) -> dict[Method, Cell]:
+    """Each method at the step size with its highest score."""
+    best: dict[Method, Cell] = {}
+    for cell in scores:
+        if cell[0] not in best or scores[cell].mean > scores[best[cell[0]]].mean:
+            best[cell[0]] = cell
+    return best
 
 
 def averaged(found: list[Result], worst: float) -> dict[int, Summary]:

@@ -10,19 +10,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ..lab.plots import Heat, Plot, Section, Series, Table
+from ..lab.compact import compact
+from ..lab.plots import Finding, Heat, Plot, Section, Table, mean_line
 from ..lab.statistics import Summary, summary
 from ..lab.store import Result
 from ..optimizers import IMAGE_OPTIMIZERS
 from ..vision.problems import PROBLEMS
+from ._findings import divergence_findings, highest, listed
 
 OF_METHODS = ("optimizer", "step_size", "seed", "times", "trust_radius")  # settings that may differ within a section
 IN_TITLE = ("problem", "dataset", "epochs")
 SPLITS = ("test", "validation", "train")
-SPARE = (  # colours of further variants of an optimizer
-    *("#000000", "#57a773", "#d16ba5", "#a6761d", "#17becf", "#8c564b", "#3949ab", "#9ccc65", "#ff7043", "#26a69a"),
-    *("#ab47bc", "#ffca28", "#78909c", "#d81b60", "#00897b", "#6d4c41"),
-)
+CLOSE = 0.02  # accuracies that differ by less are close
 
 
 class Trained:
@@ -92,18 +91,20 @@ def section(results: list[Result], own: Sequence[tuple[str, Any]]) -> Section:
     by_label: dict[str, dict[float, list[Result]]] = {}
     for result in sorted(results, key=order_of):
         by_label.setdefault(result.task.label, {}).setdefault(result.task.step_size, []).append(result)
-    styles = styles_of({label: next(iter(by_size.values()))[0].task.optimizer for label, by_size in by_label.items()})
-    trained = [Trained(label, by_size, styles[label]) for label, by_size in by_label.items()]
+    trained = [
+        Trained(label, by_size, style_of(label, next(iter(by_size.values()))[0].task.optimizer))
+        for label, by_size in by_label.items()
+    ]
     task = results[0].task
     end = "".join(f"-{name}-{value}" for name, value in own)
     items: list[Plot | Heat | Table] = [accuracies(trained, f"optimizers{end}"), speeds(trained, f"speed{end}")]
-    for what, split, against in itertools.product(("accuracy", "loss"), SPLITS, ("seconds", "epochs")):
+    for what, split, against in itertools.product(("accuracy", "loss"), SPLITS, ("epochs", "seconds")):
         items.append(curves(trained, split, what, against, end))
     if any(len(found.by_size) > 1 for found in trained):
-        items += [sensitivity(trained, "test_loss", end), sensitivity(trained, "test_accuracy", end)]
+        items += [sensitivity(trained, "test_accuracy", end), sensitivity(trained, "test_loss", end)]
     others = "".join(f", {name.replace('_', ' ')} {value}" for name, value in own if name not in IN_TITLE)
     title = f"{PROBLEMS[task.problem].title} on {task.dataset}, {task.epochs} epochs{others}"
-    return Section(title, describe(results), items)
+    return Section(title, describe(results), items, findings(trained, title.split(",")[0], end))
 
 
 def order_of(result: Result) -> tuple[float, ...]:
@@ -122,17 +123,17 @@ def describe(results: list[Result]) -> str:
     where = f"{', '.join(machines) or task.device}, {task.precision}; how steps ran: {', '.join(modes(results))}"
     parts = [
         f"Task {task.problem}, activation {task.activation}, padding {task.padding}, L2 {task.l2:g}, batches of {task.batch}, "
-        f"{task.epochs} epochs, images for training {changes}; {seeds} seed{'s' * (seeds > 1)}, with the same initial "
-        "network, batches and images for every optimizer.",
-        "Shown is the step size with the highest accuracy on the validation split at the end, where a seed that diverged counts "
-        "as 0, with mean and standard error over the seeds that did not. A seed diverged when its loss was not finite, or in an "
-        "epoch of which more than half of the steps were left out because gradients were not.",
-        f"Seconds are those of training alone, without evaluation, compilation and checkpoints ({where}).",
+        f"{task.epochs} epochs. Images for training are {changes}. There {'are' if seeds > 1 else 'is'} {seeds} "
+        f"seed{'s' * (seeds > 1)}; a seed gives every optimizer the same initial network, batches and images.",
+        "Each optimizer is shown at the step size with the highest final accuracy on the validation split, where seeds that "
+        "diverged count as 0. Means and standard errors are over the seeds that did not diverge. A seed diverged if its loss was "
+        "not finite, or if more than half of the steps of an epoch were left out because gradients were not finite.",
+        f"Seconds are those of training, without evaluation, compilation and checkpoints ({where}).",
     ]
     if task.device == "cpu":
-        parts.append("They are those of the processor, of all its cores together.")
+        parts.append("They are seconds of the processor, summed over its cores.")
     if together != [1]:
-        parts.append(f"Networks trained {' or '.join(map(str, together))} at a time, of whose seconds each has an equal share.")
+        parts.append(f"Networks trained {' or '.join(map(str, together))} at a time, and share the seconds equally.")
     return " ".join(parts)
 
 
@@ -141,30 +142,27 @@ def curves(trained: list[Trained], split: str, what: str, against: str, end: str
     for found in trained:
         if points := found.curve(f"{split}_{what}"):
             x = [at.mean for at in found.curve("seconds").values()] if against == "seconds" else list(points)
-            series.append(line(found, x, list(points.values())))
-    caption = "At the best step size; mean and standard error over seeds."
+            series.append(mean_line(found.label, dict(zip(x, points.values(), strict=True)), *found.style))
+    caption = "Each optimizer is shown at its best step size. Lines are means over seeds, bands are standard errors."
     title = f"{split.capitalize()} {what} by {against}"
     return Plot(
-        f"{split}-{what}-{against}{end}", title, series, against, f"{split} {what}", log_y=what == "loss", caption=caption
+        f"{split}-{what}-{against}{end}",
+        title,
+        series,
+        against,
+        f"{split} {what}",
+        log_y=what == "loss",
+        caption=caption,
+        worse="up" if what == "loss" else "down",
+        group=f"{what}{end}",
+        view=(split, against),
     )
 
 
-def line(found: Trained, x: Sequence[float], points: Sequence[Summary]) -> Series:
-    """A line of means, with a band of one standard error below and above."""
-    low, high = ([at.mean + sign * (at.error or 0) for at in points] for sign in (-1, 1))
-    colour, is_dashed = found.style
-    return Series(found.label, x, [at.mean for at in points], low, high, colour=colour, dashed=is_dashed)
-
-
-def styles_of(optimizers: Mapping[str, str]) -> dict[str, tuple[str, bool]]:
-    """Colours and dashes of optimizers by label: the paper's have the same colours in all figures, and variants are dashed."""
-    spare = itertools.cycle([(colour, True) for colour in SPARE])
-    styles: dict[str, tuple[str, bool]] = {}
-    for label, optimizer in optimizers.items():
-        spec = IMAGE_OPTIMIZERS[optimizer]
-        style = spec.colour, spec.is_variant or label != spec.label
-        styles[label] = next(spare) if style in styles.values() else style
-    return styles
+def style_of(label: str, optimizer: str) -> tuple[str, bool]:
+    """The colour of an optimizer's lines, and whether they are dashed: those of variants are."""
+    spec = IMAGE_OPTIMIZERS[optimizer]
+    return spec.colour, spec.is_variant or label != spec.label
 
 
 def sensitivity(trained: list[Trained], value: str, end: str) -> Plot:
@@ -175,11 +173,84 @@ def sensitivity(trained: list[Trained], value: str, end: str) -> Plot:
         columns = [finished(results) if is_loss else results for results in found.by_size.values()]
         done = [[result.values[value] if is_finished(result) else 0.0 for result in results] for results in columns]
         points = [summary(values) if values else Summary(math.nan, None) for values in done]
-        series.append(line(found, list(found.by_size), points))
-    over = "the seeds that did not diverge" if is_loss else "seeds, where one that diverged counts as 0"
-    name, caption = value.replace("_", " "), f"At the end; mean and standard error over {over}."
+        series.append(mean_line(found.label, dict(zip(found.by_size, points, strict=True)), *found.style))
+    diverged_ones = "are left out" if is_loss else "count as 0"
+    caption = (
+        "Values at the end of training. Lines are means over seeds, bands are standard errors. Runs that diverged "
+        f"{diverged_ones}."
+    )
+    name = value.replace("_", " ")
     title = f"{name.capitalize()} by step size"
-    return Plot(f"step-sizes-{name.replace(' ', '-')}{end}", title, series, "step size", name, True, is_loss, caption=caption)
+    return Plot(
+        f"step-sizes-{name.replace(' ', '-')}{end}",
+        title,
+        series,
+        "step size",
+        name,
+        True,
+        is_loss,
+        caption=caption,
+        worse="up" if is_loss else "",
+        group=f"step-sizes{end}",
+        view=(name.removeprefix("test "),),
+    )
+
+
+def findings(trained: list[Trained], where: str, end: str) -> list[Finding]:
+    """Which optimizer is best, how much step sizes matter, which optimizers diverge, and how fast they are."""
+    finals = {found.label: found.final("test_accuracy") for found in trained if found.runs}
+    sizes = {found.label: found.best for found in trained}
+    best = highest(
+        "test accuracy",
+        finals,
+        lambda label, at: f"{at.text('.1f', 100)} % at step size {compact(sizes[label])}",
+        f"test-accuracy-epochs{end}",
+        f"{where}: ",
+    )
+    counts = {
+        found.label: (len(results) - len(finished(results)), len(results))
+        for found in trained
+        if (results := [result for of_size in found.by_size.values() for result in of_size])
+    }
+    return [*best, *insensitive(trained, end), *divergence_findings(counts), *slower(trained)]
+
+
+def insensitive(trained: list[Trained], end: str) -> list[Finding]:
+    """The optimizer that is close to its best accuracy at the most step sizes, beside Adam; None if Adam has as many."""
+    near: dict[str, tuple[int, int]] = {}
+    for found in trained:
+        means = [
+            statistics.fmean(result.values["test_accuracy"] if is_finished(result) else 0.0 for result in results)
+            for results in found.by_size.values()
+        ]
+        near[found.label] = sum(mean >= max(means) - CLOSE for mean in means), len(means)
+    adam = near.pop("Adam", None)
+    others = {label: counts for label, counts in near.items() if adam is not None and counts[1] == adam[1] > 2}
+    if adam is None or not others:
+        return []
+    most = max(others, key=lambda label: others[label][0])
+    count, of = others[most]
+    if count <= adam[0]:
+        return []
+    text = (
+        f"{most} comes within {100 * CLOSE:g} percentage points of its best test accuracy at {count} of {of} step sizes, "
+        f"Adam at {adam[0]}."
+    )
+    return [Finding(text, f"step-sizes-test-accuracy{end}")]
+
+
+def slower(trained: list[Trained]) -> list[Finding]:
+    """The speed of the paper's optimizers and of AdaHessian beside Adam's, where they ran in the same way."""
+    adam = next((found for found in trained if found.label == "Adam" and found.runs), None)
+    others = [found for found in trained if found.label in ("AdaHesScale", "AdaHesScaleGN", "AdaHessian") and found.runs]
+    if adam is None:
+        return []
+    paces = [
+        f"{found.label} {pace_of(found.runs) / pace_of(adam.runs):.2f}"
+        for found in others
+        if comparable_settings(found) == comparable_settings(adam)
+    ]
+    return [Finding(f"Images per second, relative to Adam: {listed(paces)}.")] if paces else []
 
 
 Columns = dict[str, Callable[[Trained], str]]
@@ -195,11 +266,11 @@ def accuracies(trained: list[Trained], name: str) -> Table:
     runs, notes = [result.values for found in trained for result in found.runs], []
     if any("scaled_share" in values for values in runs):
         columns["shortened, %"] = noted("scaled_share", ".3g", 100)
-        notes.append("Shortened: the share of steps that a trust region made shorter.")
+        notes.append("“Shortened” is the share of steps that a trust region made shorter.")
     if any(values.get("nonfinite_steps") for values in runs):
         columns["left out"] = noted("nonfinite_steps", ".3g")
-        notes.append("Left out: how many steps, where gradients or curvature were not finite.")
-    caption = " ".join([*notes, "Diverged: how many seeds, by step size; accuracies are those of the others."])
+        notes.append("“Left out” counts the steps that were left out because gradients or curvature were not finite.")
+    caption = " ".join([*notes, "“Diverged” counts seeds by step size. Accuracies are means over the other seeds."])
     rows: list[Sequence[str]] = [[*row, diverged(found)] for row, found in zip(rows_of(trained, columns), trained, strict=True)]
     return Table(name, "Optimizers at their best step sizes", ["optimizer", *columns, "diverged"], rows, caption)
 
@@ -222,8 +293,9 @@ def speeds(trained: list[Trained], name: str) -> Table:
     if len(modes(result for found in trained for result in found.runs)) > 1:
         columns["steps"] = lambda found: ", ".join(modes(found.runs))
     caption = (
-        "Images a second: of all networks that train at once, in the median epoch. Relative to Adam: of as many networks, by the "
-        "same commit of this code on the same kind of machine. Outside steps: the share of the seconds in which batches are made."
+        "Images per second are those of all networks that train at once, in the median epoch. They are compared with Adam's "
+        "only if as many networks trained at once, with the same commit on the same kind of machine. “Outside steps” is the "
+        "share of the seconds that making batches takes."
     )
     return Table(name, "How fast they train", ["optimizer", *columns], rows_of(trained, columns), caption)
 

@@ -21,12 +21,13 @@ from ..bench.workloads import CPU, CUDA, SWEEPS, Workload, sweep
 from ..lab.choices import choose, named
 from ..lab.experiment import Experiment, option
 from ..lab.machine import machine
-from ..lab.plots import Plot, Section, Table
+from ..lab.plots import Finding, Plot, Section, Table
 from ..lab.store import Result, Run
 
 PUBLISHED = {"adahessian": 3.0, "adahesscale": 2.0, "adahesscale-gn": 1.25}  # average cost relative to Adam
 ROUNDS_AT_ONCE = 5  # progress is reported after so many rounds
 CHECKPOINT_SECONDS = 5.0
+STEADY = 1.5  # findings need an upper quartile of less than so many times the lower one
 BY_DESIGN = ("too slow", "left out")  # reasons for which a method may be missing; any other is a failure
 
 
@@ -185,8 +186,8 @@ def section(results: list[Result], end: str) -> Section:
         "The paper finds AdaHessian, AdaHesScale and AdaHesScaleGN at 3, 2 and 1.25 times the cost of Adam on average.\n\n"
         "An update is the backward pass of gradients and curvature, and the change of the parameters; the forward pass counts in "
         f"whole steps alone. Batch 1, eager, {where}, torch {here['torch']}. In each of {task.rounds} rounds every method has "
-        f"a block of updates of about {task.block:g} ms, or one update where that takes longer; ratios to Adam are those of one "
-        "round, and what is shown are their medians and quartiles."
+        f"a block of updates of about {task.block:g} ms, or one update where that takes longer; ratios to Adam are taken "
+        "within a round. The figures show their medians and quartiles."
     )
     items: list[Any] = [averages(sweeps, end)]
     for found in sweeps:
@@ -196,7 +197,23 @@ def section(results: list[Result], end: str) -> Section:
             times_table(found, end),
             ratios_table(found, end),
         ]
-    return Section("Cost of an update (Appendix D)", text, items)
+    return Section("Cost of an update (Appendix D)", text, items, findings(sweeps, end))
+
+
+def findings(sweeps: Sequence[Sweep], end: str) -> list[Finding]:
+    """The average cost of each of the paper's optimizers, if it was measured at all sizes and on a steady machine."""
+    found = []
+    sizes = sum(len(each.rows) for each in sweeps)
+    for name, published in PUBLISHED.items():
+        ratios = [at for each in sweeps for at in each.of((name, EAGER), "ratio").values()]
+        medians = [at["median"] for at in ratios]
+        if len(medians) == sizes > 1 and all(at["q3"] < STEADY * at["q1"] for at in ratios):
+            text = (
+                f"An update of {METHODS[name].label} takes {statistics.fmean(medians):.2f} times as long as Adam's, on average "
+                f"over {sizes} networks ({min(medians):.2f} to {max(medians):.2f}); the paper has {published:g}."
+            )
+            found.append(Finding(text, f"{sweeps[0].kind}-ratio{end}"))
+    return found
 
 
 def swept(kind: str, results: list[Result]) -> Sweep:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +23,11 @@ from torch.nn.functional import cross_entropy
 
 from ..lab.data import load, names
 from ..lab.experiment import Experiment, option
-from ..lab.plots import Heat, Plot, Section, Series, Table
-from ..lab.store import Result, Run
+from ..lab.store import Run
+from ._dominance_figures import LAYERS, WIDTH, rho, sections
 
-LAYERS, WIDTH = 4, 128
 BLOCK = 5  # networks trained together: the fastest on one core, where the weights of more leave its cache
 CHECKPOINT_SECONDS = 5.0
-RANDOM_MATRICES = 100
-PUBLISHED = {"before": (0.94, 0.91, 0.89, 0.91), "after": (0.75, 0.54, 0.81, 0.98)}
-OF_PAPER = "The paper's values are of 300 networks on EMNIST."
-COLOURS = {"before": "#1f77b4", "after": "#d62728"}
-AVERAGED = {"before": "#17becf", "after": "#ff7f0e"}  # colours of values that are averaged over networks first
 
 # f, and f' and f'' from h = f(a)
 ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], tuple[Tensor, Tensor]]]] = {
@@ -155,12 +149,6 @@ def softmax_hessian(logits: Tensor) -> Tensor:
     return H - torch.diag_embed(H.sum(2))
 
 
-def rho(A: Tensor) -> Tensor:
-    """ρ of each matrix: 1 if it is diagonal, 0 if its diagonal is zero, nan if the whole matrix is zero."""
-    found: Tensor = A.diagonal(dim1=-2, dim2=-1).norm(dim=-1) / torch.linalg.matrix_norm(A)
-    return found
-
-
 def random_numbers(task: Task, network: int, epoch: int) -> np.random.Generator:
     """The random numbers of one network: epoch 0 is for its initialization, later epochs are for the order of its examples."""
     return np.random.default_rng([task.seed, task.first + network, epoch])
@@ -247,133 +235,6 @@ def train(task: Task, run: Run, networks: Networks, batch_of: Callable[[Tensor],
         if time.monotonic() - saved_at > CHECKPOINT_SECONDS:
             run.checkpoint({"step": step + 1, "parameters": networks.parameters, "adam": adam.state_dict()})
             saved_at = time.monotonic()
-
-
-def sections(results: list[Result]) -> list[Section]:
-    groups: dict[Task, dict[int, Result]] = {}
-    for result in sorted(results, key=lambda result: (result.task.first, result.task.count)):
-        group = replace(result.task, first=0, count=0)
-        groups.setdefault(group, {})[result.task.first] = result  # of two blocks with the same first network, the larger
-    apart = [field.name for field in fields(Task) if len({getattr(task, field.name) for task in groups}) > 1]
-    found = []
-    for task, blocks in groups.items():
-        name = "-".join([task.dataset, *[f"{name}-{getattr(task, name)}" for name in apart if name != "dataset"]])
-        found.append(section(name.replace(".", "_"), task, [*blocks.values()]))
-    return [*found, appendix_e()]
-
-
-def section(name: str, task: Task, blocks: list[Result]) -> Section:
-    n, title = sum(block.task.count for block in blocks), f"{blocks[0].values['title']}, {task.activation}"
-    setting = (
-        f"{title}: {n} networks, {task.iterations:,} Adam steps of {task.batch} examples with step size "
-        f"{task.step_size:g}; Hessians of {task.samples} training example{'s' * (task.samples > 1)} for each network"
-    )
-    ratios, magnitudes, accuracies = {}, {}, []
-    for when in PUBLISHED:
-        ratios[when] = torch.cat([block.values[f"rho_{when}"] for block in blocks])
-        magnitudes[when] = torch.stack(
-            [block.values[f"magnitude_{when}"].double() * block.task.count / n for block in blocks]
-        ).sum(0)
-        accuracies.append(f"{torch.cat([block.values[f'accuracy_{when}'] for block in blocks]).mean():.3f} {when} training")
-    text = (
-        "The paper finds the Hessians of the loss at pre-activations diagonally dominant, before and after training, and "
-        "explains by it why little is lost when only their diagonals are propagated. ρ is the norm of a matrix's diagonal over "
-        f"that of the matrix.\n\n{setting}. Mean test accuracy: {', '.join(accuracies)}.\n\n"
-        "ρ is averaged over networks. The authors' code averages |H| over networks and takes ρ of that, which is what to compare "
-        "with the paper's values."
-    )
-    zero = sum(int(ratio.isnan().sum()) for ratio in ratios.values())
-    if zero:
-        text += (
-            f"\n\n{zero} times all Hessians of a layer were zero, for want of an active unit, and are left out of the means of ρ."
-        )
-    items: list[Plot | Heat | Table] = [
-        table(name, title, setting, ratios, magnitudes),
-        plot(name, title, setting, ratios, magnitudes),
-    ]
-    for when, matrices in magnitudes.items():
-        panels: list[tuple[str, Sequence[Sequence[float]]]] = [(f"layer {l + 1}", H.tolist()) for l, H in enumerate(matrices)]
-        items.append(Heat(f"{name}-{when}", f"Mean |∇²L| at pre-activations {when} training, {title}", panels, caption=setting))
-    return Section(f"Diagonal dominance, {title}", text, items)
-
-
-def table(name: str, title: str, setting: str, ratios: dict[str, Tensor], magnitudes: dict[str, Tensor]) -> Table:
-    header = ["layer", *[column for when in PUBLISHED for column in (f"ρ {when}", f"ρ of mean |H| {when}", "paper")]]
-    rows: list[Sequence[str]] = []
-    for l in range(LAYERS):
-        row = [str(l + 1)]
-        for when, published in PUBLISHED.items():
-            mean, error = mean_and_error(ratios[when][:, l])
-            row += [spread(mean, error), f"{rho(magnitudes[when])[l]:.3f}", f"{published[l]:.2f}"]
-        rows.append(row)
-    mean, error = mean_and_error(rho(gaussian(RANDOM_MATRICES, WIDTH, WIDTH)))
-    rows.append([f"random Gaussian {WIDTH} × {WIDTH}", spread(mean, error), "", "0.09", "", "", ""])
-    caption = f"{setting}. ± is the standard error. {OF_PAPER}"
-    return Table(f"{name}-table", f"Diagonal dominance before and after training, {title}", header, rows, caption)
-
-
-def plot(name: str, title: str, setting: str, ratios: dict[str, Tensor], magnitudes: dict[str, Tensor]) -> Plot:
-    layers, series = [float(l) for l in range(LAYERS)], []
-    for when, published in PUBLISHED.items():
-        x, y, colour = layers * len(ratios[when]), ratios[when].flatten().tolist(), COLOURS[when]
-        means, errors = zip(*[mean_and_error(ratio) for ratio in ratios[when].T], strict=True)
-        low, high = ([m + sign * e for m, e in zip(means, errors, strict=True)] for sign in (-1, 1))
-        series.append(Series(f"{when}, each network", x, y, kind="dots", colour=colour))
-        series.append(Series(f"{when}, mean", layers, means, low, high, colour=colour))
-        series.append(Series(f"{when}, of mean |H|", layers, rho(magnitudes[when]).tolist(), colour=AVERAGED[when]))
-        series.append(Series(f"{when}, of mean |H|, paper", layers, published, colour=AVERAGED[when], dashed=True))
-    random = float(rho(gaussian(RANDOM_MATRICES, WIDTH, WIDTH)).mean())
-    series.append(Series("random Gaussian matrix", layers, [random] * LAYERS, colour="#7f7f7f", dashed=True))
-    title, caption = f"Diagonal dominance at pre-activations, {title}", f"{setting}. Bands are standard errors. {OF_PAPER}"
-    numbers = [str(l + 1) for l in range(LAYERS)]
-    return Plot(f"{name}-layers", title, series, "hidden layer", "ρ", categories=numbers, caption=caption)
-
-
-def mean_and_error(values: Tensor) -> tuple[float, float]:
-    """The mean and its standard error."""
-    values = values[~values.isnan()]
-    return float(values.mean()), float(values.std()) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-
-
-def spread(mean: float, error: float) -> str:
-    return f"{mean:.3f}" if math.isnan(error) else f"{mean:.3f} ± {error:.3f}"
-
-
-def gaussian(*shape: int) -> Tensor:
-    return torch.from_numpy(np.random.default_rng(0).standard_normal(shape))
-
-
-def off_diagonal_gradient(W: Tensor, h: Tensor) -> Tensor:
-    """∇_W J, with J = ‖A − A ∘ I‖²_F, A = Wᵀ H W and H = diag h held fixed: 4 Σ_{n≠j} A_{jn} W_{in} H_{ii} at (i, j)."""
-    A = W.mT @ (h.unsqueeze(1) * W)
-    return 4 * h.unsqueeze(1) * (W @ (A - torch.diag_embed(A.diagonal(dim1=-2, dim2=-1))))
-
-
-def appendix_e() -> Section:
-    """The two cases in which ∇J is zero, the second on average, and one in which it is not."""
-    W, h, alpha = gaussian(RANDOM_MATRICES, WIDTH, WIDTH), gaussian(WIDTH).abs(), 0.5 * torch.ones_like(gaussian(WIDTH))
-    rows: list[Sequence[str]] = []
-    for case, weights, hessian in (
-        ("W diagonal, H diagonal", torch.diag_embed(W.diagonal(dim1=1, dim2=2)), h),
-        ("W Gaussian, H = αI", W, alpha),
-        ("for contrast: W Gaussian without its signs, H = αI", W.abs(), alpha),
-    ):
-        gradients = off_diagonal_gradient(weights, hessian)
-        one, mean = (float(g.square().mean().sqrt()) for g in (gradients, gradients.mean(0)))
-        ratio = rho(weights.mT @ (hessian.unsqueeze(1) * weights)).mean()
-        rows.append([case, f"{ratio:.3f}", f"{one:.3g}", f"{mean:.3g}", f"{one / math.sqrt(len(weights)):.3g}"])
-    text = (
-        "J is the sum of the squares off the diagonal of WᵀHW, where H is diagonal and held fixed. The paper names two cases "
-        "in which ∇J, its gradient in W, is zero: W diagonal; and, on average, H = αI with W Gaussian. The second does not make "
-        f"WᵀHW diagonal: with a square W, ρ is near √((n + 2) / (2n + 1)), here {math.sqrt((WIDTH + 2) / (2 * WIDTH + 1)):.3f}. "
-        "Nor does it need H = αI: ∇J is odd in W, so that any law of W that is symmetric about zero does."
-    )
-    header = ["case", "ρ(WᵀHW)", "∇J", f"mean ∇J of {RANDOM_MATRICES} W", "that of independent ∇J with mean zero"]
-    caption = (
-        f"{WIDTH} × {WIDTH} matrices; W has standard normal entries, α = 0.5. Sizes of ∇J are root mean squares of its elements."
-    )
-    found = Table("appendix-e", "Weights for which ∇J is zero", header, rows, caption)
-    return Section("Weights that keep Hessians diagonal (Appendix E)", text, [found])
 
 
 EXPERIMENT = Experiment(

@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 
 from ...compile.step import BACKENDS
 from ..lab.experiment import option
-from ..lab.plots import Heat, Plot, Section, Series, Table
+from ..lab.plots import Finding, Heat, Plot, Section, Series, Table, mean_line
 from ..lab.statistics import Summary, summary
 from ..lab.store import Result
 from ..optimizers import AGENT_OPTIMIZERS
 from ..rl.config import Config
 from . import rl
+from ._findings import listed
 from ._normalised import Method, in_order, methods_of
 from ._rl_figures import averaged, conditions, curve
 
@@ -136,7 +137,25 @@ def section(results: list[Result], end: str) -> Section:
         runs_plot(runs, end),
     ]
     limit = ", the time limit as an end" if task.truncation == "terminate" else ""
-    return Section(f"UR-Reacher with PPO, α = {task.step_size:g}{limit}", text, items)
+    return Section(f"UR-Reacher with PPO, α = {task.step_size:g}{limit}", text, items, findings(runs, end))
+
+
+def findings(runs: dict[Method, list[Result]], end: str) -> list[Finding]:
+    """How many runs deteriorated, and how much of its gain each optimizer lost, if every run gained something."""
+
+    def has_gained(result: Result) -> bool:
+        found = course(result)
+        return found is not None and found.peak.mean > STANDING_STILL
+
+    if not all(has_gained(result) or result.values["diverged_at"] is not None for each in runs.values() for result in each):
+        return []
+    courses = {method: list(map(course, each)) for method, each in runs.items()}
+    counts = [f"{sum(map(is_deteriorated, each))} of {len(each)} runs of {method.label}" for method, each in runs.items()]
+    text = f"{listed(counts)} deteriorated: they lost more than {MUCH:.0%} of what they had gained at their peak, or diverged."
+    parts = {m.label: [each.part for each in found if each and each.part is not None] for m, found in courses.items()}
+    texts = [f"{label} {summary(values).text('.1f', 100)} %" for label, values in parts.items() if len(values) > 1]
+    losses = [Finding(f"Loss from the peak to the end, in percent of the gain: {listed(texts)}.", f"mean{end}")] if texts else []
+    return [Finding(text, f"mean{end}"), *losses]
 
 
 def optimizers_table(runs: dict[Method, list[Result]], end: str) -> Table:
@@ -153,7 +172,7 @@ def optimizers_table(runs: dict[Method, list[Result]], end: str) -> Table:
         bad, diverged = sum(map(is_deteriorated, found)), sum(result.values["diverged_at"] is not None for result in found)
         rows.append([method.label, *cells, f"{bad} of {len(found)}", f"{diverged} of {len(found)}"])
     header = ["optimizer", "peak", "end", "drop", "drop, % of gain", "deteriorated", "diverged"]
-    caption = "Means and standard errors over runs; end and drop of those that did not diverge."
+    caption = "Means and standard errors are over runs. End and drop leave out the runs that diverged."
     return Table(f"drops{end}", "From peak to end", header, rows, caption)
 
 
@@ -170,7 +189,7 @@ def runs_table(runs: dict[Method, list[Result]], end: str) -> Table:
             diverged = "no" if diverged_at is None else f"at {diverged_at:,}"
             rows.append([method.label, str(result.task.seed), *cells, diverged])
     header = ["optimizer", "seed", "peak", "at step", "end", "drop", "drop, % of gain", "diverged"]
-    caption = "Smoothed returns, with standard errors over what was logged in a window."
+    caption = "Smoothed returns, with standard errors over the returns that were logged in the window."
     return Table(f"each-run{end}", "Each run", header, rows, caption)
 
 
@@ -179,20 +198,22 @@ def mean_plot(runs: dict[Method, list[Result]], end: str) -> Plot:
     series = []
     for method, found in runs.items():
         points = averaged(found, worst)
-        low, high = ([at.mean + sign * (at.error or 0) for at in points.values()] for sign in (-1, 1))
-        series.append(Series(method.label, list(points), [at.mean for at in points.values()], low, high))
-    caption = "Episodes since the last point; mean and standard error over runs, of which those that diverged count as the worst."
-    return Plot(f"mean{end}", "Return on UR-Reacher", series, "steps", "return", caption=caption)
+        series.append(mean_line(method.label, points, method.colour, method.is_variant))
+    caption = (
+        "Each point averages the episodes since the last one. Lines are means over runs, bands are standard errors. Runs that "
+        "diverged count as the worst."
+    )
+    return Plot(f"mean{end}", "Return on UR-Reacher", series, "steps", "return", caption=caption, worse="down")
 
 
 def runs_plot(runs: dict[Method, list[Result]], end: str) -> Plot:
     series = [
-        Series(method.label, list(points), [at.mean for at in points.values()])
+        Series(method.label, list(points), [at.mean for at in points.values()], colour=method.colour, dashed=method.is_variant)
         for method, found in runs.items()
         for points in map(smoothed, found)
     ]
-    caption = "Smoothed returns, a line for each run; one that diverged ends there."
-    return Plot(f"runs{end}", "Return on UR-Reacher, each run", series, "steps", "return", caption=caption)
+    caption = "Smoothed returns, one line for each run. The line of a run that diverged ends there."
+    return Plot(f"runs{end}", "Return on UR-Reacher, each run", series, "steps", "return", caption=caption, worse="down")
 
 
 EXPERIMENT = dataclasses.replace(

@@ -10,25 +10,27 @@ from typing import Any
 
 from ..lab.compact import compact
 from ..lab.experiment import option
-from ..lab.plots import Plot, Section, Series, Table
+from ..lab.plots import Finding, Plot, Section, Series, Table, mean_line
 from ..lab.statistics import summary
 from ..lab.store import Result
 from ..optimizers import AGENT_OPTIMIZERS, HELP, UNTRAINED
 from ..rl.config import Config
 from . import rl
+from ._findings import divergence_findings, listed
 from ._normalised import (
     RESAMPLES,
     Estimate,
     Method,
     Scores,
     aggregate,
+    aggregate_tuned,
     definition,
     in_order,
     methods_of,
     scores_of,
 )
-from ._radius import beside_adam, by_radius
-from ._rl_figures import by_environment, by_way, conditions, lengths
+from ._radius import ADAM, beside_adam, by_radius
+from ._rl_figures import by_environment, by_way, conditions, divergence_counts, lengths
 
 GRID = "3e-6,1e-5,3e-5,1e-4,3e-4,1e-3,3e-3,1e-2,1"
 
@@ -83,24 +85,62 @@ def section(results: list[Result], end: str) -> Section:
         reason = "because no average is above that of untrained agents, all are the same, or no episode ended"
         paragraphs.append(f"Left out, {reason}: {', '.join(sorted(left_out))}.")
     items: list[Any] = []
+    found: list[Finding] = []
     if known:
         over_all = {method: aggregate(known, method) for method in kinds}
         items += [sensitivity(known, kinds, task.algo, end), overall(known, over_all, task.algo, end)]
         items += [aggregate_plot(over_all, len(known), task.algo, end)]
         items += [*beside_adam(known, over_all, task.algo, end), *by_radius(known, over_all, task.algo, end)]
+        found = findings(known, over_all, task.algo, end)
         items += [environment_plot(scores, kinds, task.algo, end) for scores in known]
-    return Section(f"{task.algo.upper()}: return by step size, {task.protocol} protocol", "\n\n".join(paragraphs), items)
+    found += divergence_findings(divergence_counts(results, methods), f"{task.algo.upper()}: ")
+    return Section(f"{task.algo.upper()}: return by step size, {task.protocol} protocol", "\n\n".join(paragraphs), items, found)
+
+
+def findings(known: list[Scores], over_all: dict[Method, dict[float, Estimate]], algo: str, end: str) -> list[Finding]:
+    """Between which scores each method lies over all step sizes, and how close one step size comes to a tuned Adam."""
+    where = f"{len(known)} environments" if len(known) > 1 else known[0].env
+    spans = []
+    for method, points in over_all.items():
+        if len(points) > 2:
+            best, worst, _ = extremes(points, lambda at: at.iqm)
+            scores = f"{points[worst].iqm:.2f} to {points[best].iqm:.2f}"
+            sizes = f"step sizes {compact(min(points))} to {compact(max(points))}"
+            spans.append((points[worst].iqm, f"{method.label} scores {scores} at {sizes}"))
+    found = []
+    if len(spans) > 1:
+        texts = [text for _, text in sorted(spans, reverse=True)]
+        found.append(Finding(f"{algo.upper()}, {where}: {'; '.join(texts)}.", f"{algo}-all{end}"))
+    tuned_adam = aggregate_tuned(known, ADAM)
+    if tuned_adam is not None and tuned_adam.interval is not None and tuned_adam.interval[0] > 0:
+        shares = []
+        for method, points in over_all.items():
+            if method != ADAM and points:
+                best = max(points, key=lambda size: points[size].iqm)
+                shares.append((points[best].iqm / tuned_adam.iqm, f"{method.label} at step size {compact(best)}"))
+        texts = [f"{100 * share:.0f} % ({label})" for share, label in sorted(shares, reverse=True)]
+        if texts and len(known) > 1:
+            start, end_of_text = "one step size in all environments reaches", "an Adam that is tuned in each"
+        else:
+            start, end_of_text = "the best step size reaches", "Adam at its best step size"
+        if texts:
+            text = f"{algo.upper()}, {where}: {start} {listed(texts)} of the score of {end_of_text}."
+            found.append(Finding(text, f"{algo}-all{end}"))
+    return found
 
 
 def environment_plot(scores: Scores, kinds: Sequence[Method], algo: str, end: str) -> Plot:
     series = []
     for method in kinds:
         points = scores.means(method)
-        low, high = ([at.mean + sign * (at.error or 0) for at in points.values()] for sign in (-1, 1))
-        series.append(Series(method.label, list(points), [at.mean for at in points.values()], low, high, colour=method.colour))
+        series.append(mean_line(method.label, points, method.colour, method.is_variant))
     title = f"{algo.upper()} on {scores.env}"
-    caption = f"0 is a return of {scores.low:.1f} and 1 of {scores.high:.1f}. Mean and standard error over seeds."
-    return Plot(f"{algo}-{scores.env}{end}", title, series, "step size", "normalised return", log_x=True, caption=caption)
+    caption = (
+        f"The score 0 is a return of {scores.low:.1f}, and 1 is a return of {scores.high:.1f}. Lines are means over seeds, "
+        "bands are standard errors."
+    )
+    name, labels = f"{algo}-{scores.env}{end}", ("step size", "normalised return")
+    return Plot(name, title, series, *labels, log_x=True, caption=caption, worse="down")
 
 
 def aggregate_plot(over_all: dict[Method, dict[float, Estimate]], count: int, algo: str, end: str) -> Plot:
@@ -108,13 +148,15 @@ def aggregate_plot(over_all: dict[Method, dict[float, Estimate]], count: int, al
     for method, points in over_all.items():
         ends = [at.interval or (at.iqm, at.iqm) for at in points.values()]
         low, high = [low for low, _ in ends], [high for _, high in ends]
-        series.append(Series(method.label, list(points), [at.iqm for at in points.values()], low, high, colour=method.colour))
+        middle, colour = [at.iqm for at in points.values()], method.colour
+        series.append(Series(method.label, list(points), middle, low, high, colour=colour, dashed=method.is_variant))
     title = f"{algo.upper()} over {count} environment{'s' if count > 1 else ''}"
     caption = (
-        "Interquartile mean over all seeds and environments, with 95 % intervals of a stratified bootstrap "
+        "Lines are interquartile means over seeds and environments. Bands are 95 % intervals of a stratified bootstrap "
         f"({RESAMPLES} resamples of seeds within environments)."
     )
-    return Plot(f"{algo}-all{end}", title, series, "step size", "IQM of normalised returns", log_x=True, caption=caption)
+    labels = "step size", "IQM of normalised returns"
+    return Plot(f"{algo}-all{end}", title, series, *labels, log_x=True, caption=caption, worse="down")
 
 
 def sensitivity(known: list[Scores], kinds: Sequence[Method], algo: str, end: str) -> Table:
@@ -127,8 +169,8 @@ def sensitivity(known: list[Scores], kinds: Sequence[Method], algo: str, end: st
                 rows.append([scores.env, method.label, *cells, f"{span:.2f}", divergences([scores], method)])
     header = ["environment", "optimizer", "best score", "worst score", "sensitivity", "diverged"]
     caption = (
-        "Means and standard errors over seeds, at the best and at the worst step size. Sensitivity: their difference, to which "
-        "noise between seeds adds. Diverged: runs, and at which step sizes."
+        "Means and standard errors over seeds, at the best and at the worst step size. “Sensitivity” is the difference "
+        "between the two; noise between seeds makes it larger. “Diverged” counts runs, by step size."
     )
     return Table(f"{algo}-sensitivity{end}", f"{algo.upper()}: sensitivity to the step size", header, rows, caption)
 
@@ -145,7 +187,8 @@ def overall(known: list[Scores], over_all: dict[Method, dict[float, Estimate]], 
         rows.append([method.label, *cells, mean, divergences(known, method)])
     header = ["optimizer", "best IQM", "worst IQM", "difference", "mean sensitivity", "diverged"]
     caption = (
-        "IQM with 95 % intervals, for one step size in all environments. Mean sensitivity: ± standard error over environments."
+        "Interquartile means (IQM) with 95 % intervals, at one step size for all environments. “Mean sensitivity” is "
+        "averaged over environments, with its standard error."
     )
     return Table(f"{algo}-overall{end}", f"{algo.upper()}: all environments together", header, rows, caption)
 

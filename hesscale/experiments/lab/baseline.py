@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from matplotlib.colors import is_color_like
 
-from .plotly_figures import numbers
+from .compact import rounded
 from .plots import Plot, Section, Series, Table
 from .series_layout import KINDS, as_array
 
@@ -159,7 +159,7 @@ def add_series(plot: Plot, shown: Facts, names: Mapping[str, str]) -> None:
 def values_of(series: Series) -> list[list[float | None] | None]:
     """The numbers of a series in the form that a summary has."""
     values = [getattr(series, name) for name in NUMBERS]
-    return [None if several is None else numbers(as_array(several)) for several in values]
+    return [None if several is None else rounded(as_array(several)) for several in values]
 
 
 def add_rows(table: Table, shown: Facts, names: Mapping[str, str]) -> None:

@@ -1,9 +1,12 @@
-"""Figures as data: what a report shows, drawn by matplotlib for files and by plotly for the page."""
+"""What a report shows, as data: figures, tables and findings."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+from .statistics import Summary
 
 
 @dataclass
@@ -33,6 +36,9 @@ class Plot:
     log_y: bool = False
     categories: Sequence[str] = ()  # names along the x axis, in place of numbers
     caption: str = ""
+    worse: str = ""  # "up" or "down": where values are of methods that diverged, which must not set the scale
+    group: str = ""  # plots of a group are one figure of the page, with a switch between their views
+    view: Sequence[str] = ()  # what is chosen at each switch of the group to see this plot
 
 
 @dataclass
@@ -58,9 +64,24 @@ class Table:
 
 
 @dataclass
+class Finding:
+    """What the runs show, in a sentence or two with their numbers."""
+
+    text: str
+    figure: str = ""  # the name of the plot that carries it
+
+
+@dataclass
 class Section:
     """A part of an experiment's report: a claim of the paper, and what was found."""
 
     title: str
     text: str = ""  # paragraphs, with blank lines between them
     items: list[Plot | Heat | Table] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)  # the most important first
+
+
+def mean_line(label: str, points: Mapping[Any, Summary], colour: str | None = None, dashed: bool = False) -> Series:
+    """A line of means, with a band of one standard error below and above."""
+    low, high = ([at.mean + sign * (at.error or 0) for at in points.values()] for sign in (-1, 1))
+    return Series(label, list(points), [at.mean for at in points.values()], low, high, colour=colour, dashed=dashed)

@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from .baseline import NUMBERS, add_baseline, read_summary, summary_file
+from .compact import rounded
 from .experiment import Experiment, experiments
 from .files import write_text
 from .markdown import aligned_table, escaped
 from .matplotlib_files import save_figure
 from .page import page_of, slug
-from .plotly_figures import number, numbers
 from .plots import Heat, Plot, Section, Series, Table
 from .run_files import read_runs, write_runs
-from .series_layout import COLOURS, as_array, check, palette
+from .series_layout import as_array, check, palette
 from .store import FAILED, FINISHED, DamagedRun, Result, Store, Task
 
 FEW = 8  # up to this many values of a setting are listed
@@ -54,10 +54,9 @@ class Account:
         return [item for item in self.items if isinstance(item, Plot)]
 
     @property
-    def colours(self) -> dict[str, str] | None:
-        """One colour for a label in all of its plots, unless there are too many labels."""
-        found = palette(self.plots)
-        return found if len(found) <= len(COLOURS) else None
+    def colours(self) -> dict[str, str]:
+        """One colour for a label in all of its plots."""
+        return palette(self.plots)
 
     @property
     def is_partial(self) -> bool:
@@ -205,7 +204,7 @@ def write_report(accounts: Sequence[Account], folder: Path, *, page: bool = True
         if account.curves and account.results:
             write_runs(runs_file(folder, account.name), account.results, account.curves)
     if page:
-        write_text(folder / "index.html", page_of(accounts))
+        write_text(folder / "index.html", page_of(accounts, folder))
     return folder / "index.html" if page else folder
 
 
@@ -216,6 +215,8 @@ def markdown(account: Account) -> str:
         runs = found.get("runs", "").rstrip(".")
         lines += [f"Beside them, from an earlier report ({escaped(runs)}):", "", *indented(found["command"]), ""]
     lines += [f"- {problem}" for problem in account.problems] + [""] * bool(account.problems)
+    findings = [f"- {escaped(finding.text)}" for section in account.sections for finding in section.findings]
+    lines += [*findings, ""] if findings else []
     for section in account.sections:
         if tables := [item for item in section.items if isinstance(item, Table)]:
             lines += [f"## {section.title}", "", *([section.text, ""] if section.text else [])]
@@ -242,6 +243,7 @@ def numbers_of(account: Account) -> dict[str, Any]:
         **account.made,
         **({"earlier": account.baselines} if account.baselines else {}),
         "problems": account.problems,
+        "findings": [finding.text for section in account.sections for finding in section.findings],
         "shown": shown,
     }
 
@@ -251,8 +253,9 @@ def describe(item: Plot | Heat | Table) -> dict[str, Any]:
         return {"title": item.title, "header": list(item.header), "rows": [[str(cell) for cell in row] for row in item.rows]}
     if isinstance(item, Heat):
         matrices = {title: as_array(values) for title, values in item.panels}
-        ends = {title: {"shape": m.shape, "min": number(m.min()), "max": number(m.max())} for title, m in matrices.items()}
-        return {"title": item.title, "panels": ends}
+        ends = {title: (m.shape, *rounded([m.min(), m.max()])) for title, m in matrices.items()}
+        panels = {title: {"shape": shape, "min": low, "max": high} for title, (shape, low, high) in ends.items()}
+        return {"title": item.title, "panels": panels}
     series = [describe_series(series) for series in item.series]
     return {"title": item.title, "x": list(item.categories) or item.x_label, "y": item.y_label, "series": series}
 
@@ -265,7 +268,7 @@ def describe_series(series: Series) -> dict[str, Any]:
     return (
         {"label": series.label}
         | {name: value for name, value in look.items() if value != usual[name]}
-        | {name: numbers(as_array(found)) for name, found in values.items()}
+        | {name: rounded(as_array(found)) for name, found in values.items()}
     )
 
 

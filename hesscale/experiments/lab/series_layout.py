@@ -1,7 +1,8 @@
-"""The layout of a plot's series, shared by files and the page: colours, positions within categories, points to leave out."""
+"""The layout of a plot's series: colours, dashes, positions within categories, what is left out or cut off."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,12 +10,15 @@ from typing import Any
 import numpy as np
 from matplotlib.colors import to_hex
 
+from .compact import tick
 from .plots import Heat, Plot, Series, Table
 
 # ten colours that can be told apart with any kind of colour vision (M. Petroff, arXiv:2107.02270)
 COLOURS = ("#3f90da", "#ffa90e", "#bd1f01", "#832db6", "#717581", "#e76300", "#a96b59", "#92dadd", "#b9ac70", "#94a4a2")
 KINDS = ("line", "dots", "bars")
 GOLDEN = (5**0.5 - 1) / 2
+DASHES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (8, 1.5)), (0, (4, 1, 1, 1, 1, 1)))
+ROOM = 1.5  # an axis has this much room, relative to what the better half of the series takes, for values that are worse
 Array = Any  # of numpy, of float64
 
 
@@ -26,7 +30,7 @@ class DrawnSeries:
     kind: str
     colour: str
     number: int  # index of its label among those of the plot, which decides the symbol
-    dashed: bool
+    dash: Any  # of matplotlib
     in_legend: bool
     x: Array
     y: Array
@@ -36,10 +40,26 @@ class DrawnSeries:
     medians: list[tuple[float, float, float]] = field(default_factory=list)  # of clouds: from x, to x, y
 
 
-def lay_out(plot: Plot, colours: Mapping[str, str] | None = None) -> tuple[list[DrawnSeries], str]:
-    """The series to draw, and a sentence about points that cannot be shown."""
+@dataclass
+class Layout:
+    """What to draw.
+
+    Attributes:
+        marks: the series.
+        low, high: where the y axis is cut off; None where it ends is matplotlib's choice.
+        notes: sentences about what cannot be seen.
+    """
+
+    marks: list[DrawnSeries]
+    low: float | None
+    high: float | None
+    notes: list[str]
+
+
+def lay_out(plot: Plot, colours: Mapping[str, str] | None = None) -> Layout:
     check(plot)
     colours = palette([plot]) if colours is None else colours
+    dashes = dashes_of(plot, colours)
     labels = list(dict.fromkeys(series.label for series in plot.series))
     places, width = slots(plot)
     floor = smallest_positive(plot)
@@ -62,9 +82,9 @@ def lay_out(plot: Plot, colours: Mapping[str, str] | None = None) -> tuple[list[
         mark = DrawnSeries(
             label=series.label,
             kind=series.kind,
-            colour=to_hex(series.colour or colours[series.label]),
+            colour=colours[series.label],
             number=labels.index(series.label),
-            dashed=series.dashed,
+            dash=dashes[series.label],
             in_legend=is_first and has_legend(plot),
             x=x,
             y=y,
@@ -78,13 +98,98 @@ def lay_out(plot: Plot, colours: Mapping[str, str] | None = None) -> tuple[list[
             spread(mark, places[series.label])
         drawn.append(mark)
     why = "not finite" + (", or not positive on a logarithmic axis," if plot.log_x or plot.log_y else "")
-    return drawn, f"{hidden} of {total} points are {why} and not drawn." if hidden else ""
+    notes = ["Dashes are medians."] if any(mark.medians for mark in drawn) else []
+    notes += [f"{hidden} of {total} points are {why} and not drawn."] if hidden else []
+    low, high = ends_of_axis(plot, drawn)
+    return Layout(drawn, low, high, [*notes, *cut_off(drawn, low, high)])
+
+
+def own_colours(plots: Sequence[Plot]) -> dict[str, str]:
+    return {series.label: to_hex(series.colour) for plot in plots for series in plot.series if series.colour}
+
+
+def dashes_of(plot: Plot, colours: Mapping[str, str]) -> dict[str, Any]:
+    """The dash of each label: lines of one colour have different ones, while there are enough."""
+    lines = {series.label for series in plot.series if series.kind == "line"}
+    found = {series.label: DASHES[0] for series in plot.series if series.label not in lines}
+    for series in plot.series:
+        if series.label in lines and series.label not in found:
+            taken = {dash for label, dash in found.items() if label in lines and colours[label] == colours[series.label]}
+            order = [*DASHES[series.dashed :], *DASHES[: series.dashed]]
+            found[series.label] = next((dash for dash in order if dash not in taken), order[0])
+    return found
+
+
+def ends_of_axis(plot: Plot, drawn: Sequence[DrawnSeries]) -> tuple[float | None, float | None]:
+    """Where to cut off the y axis, so that neither methods that diverged nor their bands set its scale.
+
+    What the better half of the series takes up, without outliers, is shown, and ROOM times as much on the worse side.
+    Bands do not make an axis that is logarithmic longer than twice the smallest value. None where nothing is cut off.
+    """
+    scale = np.log10 if plot.log_y else as_array
+    lines = [found for mark in drawn if len(found := scale(mark.y[np.isfinite(mark.y)]))]
+    ends = [scale(end[np.isfinite(end)]) for mark in drawn for end in (mark.low, mark.high) if end is not None]
+    if not lines:
+        return None, None
+    everything = np.concatenate([*lines, *ends])
+    low, high = uncut = float(everything.min()), float(everything.max())
+    if plot.worse == "up":
+        high = worst_shown(lines, everything, plot.log_y)
+    elif plot.worse == "down":
+        low = -worst_shown([-line for line in lines], -everything, plot.log_y)
+    if plot.log_y:
+        low = max(low, min(float(line.min()) for line in lines) - math.log10(2))
+    if (low, high) == uncut:
+        return None, None
+    margin = 0.04 * (high - low)
+    low, high = low - margin, high + margin
+    return (10**low, 10**high) if plot.log_y else (low, high)
+
+
+def worst_shown(lines: Sequence[Array], everything: Array, is_log: bool) -> float:
+    """The largest value that is not too far above the better half of the lines, where less is better.
+
+    The largest of all, unless that would leave less than half of the axis to the others.
+    """
+    better = np.concatenate(sorted(lines, key=np.median)[: (len(lines) + 1) // 2])
+    first, third = np.quantile(better, [0.25, 0.75])
+    better = better[better <= third + max(3 * (third - first), 2.0 if is_log else 0.0)]
+    span = max(float(better.max() - better.min()), 1.0 if is_log else 0.0)
+    shown = float(everything[everything <= better.max() + ROOM * span].max())
+    is_worth_it = span and shown - everything.min() < 0.5 * (everything.max() - everything.min())
+    return shown if is_worth_it else float(everything.max())
+
+
+def cut_off(drawn: Sequence[DrawnSeries], low: float | None, high: float | None) -> list[str]:
+    """What lies beyond the ends of the y axis, in words."""
+    notes = []
+    for end, side, sign in ((high, "above", 1), (low, "below", -1)):
+        if end is None:
+            continue
+        lines, beginnings, bands = [], [], []
+        for mark in drawn:
+            band = mark.high if sign > 0 else mark.low
+            worst, of_band = (-np.inf if v is None else np.nanmax(sign * v, initial=-np.inf) for v in (mark.y, band))
+            if worst > sign * end and sign * mark.y[np.isfinite(mark.y)][-1] <= sign * end and mark.kind == "line":
+                beginnings.append(mark.label)
+            elif worst > sign * end:
+                lines.append(f"{mark.label} (to {tick(float(f'{sign * worst:.2g}'))})")
+            elif of_band > sign * end:
+                bands.append(mark.label)
+        parts = [", ".join(lines)] if lines else []
+        if beginnings:
+            parts.append(f"the beginning of {'every line' if len(drawn) == len(beginnings) > 1 else ', '.join(beginnings)}")
+        parts += [f"{'bands' if len(bands) > 1 else 'the band'} of {', '.join(bands)}"] if bands else []
+        if parts:
+            notes.append(f"Cut off {side} the axis: {'; '.join(parts)}.")
+    return notes
 
 
 def palette(plots: Sequence[Plot]) -> dict[str, str]:
-    """A colour for each label, the same in all plots while there are enough of them."""
-    labels = list(dict.fromkeys(series.label for plot in plots for series in plot.series))
-    return {label: COLOURS[number % len(COLOURS)] for number, label in enumerate(labels)}
+    """A colour for each label, the same in all plots: its own, or one of COLOURS, while there are enough of them."""
+    own = own_colours(plots)
+    others = dict.fromkeys(series.label for plot in plots for series in plot.series if series.label not in own)
+    return own | {label: COLOURS[number % len(COLOURS)] for number, label in enumerate(others)}
 
 
 def has_legend(plot: Plot) -> bool:

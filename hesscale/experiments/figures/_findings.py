@@ -1,0 +1,55 @@
+"""Sentences about what runs show, each with its numbers. There is none where the runs do not support it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from ..lab.plots import Finding
+from ..lab.statistics import Summary
+
+ERRORS = 2  # standard errors of a difference, from which on one result is better than another
+
+
+def highest(
+    what: str, results: Mapping[str, Summary], text: Callable[[str, Summary], str], figure: str, start: str = ""
+) -> list[Finding]:
+    """Which of several methods is best, and by how much it differs from Adam, or from the next one if it is Adam.
+
+    Args:
+        what: the quantity of which more is better.
+        results: means over seeds; methods with a single seed are left out, as differences between them may be noise.
+        text: writes the result of a method.
+        start: how the sentence begins.
+    """
+    known = {label: at for label, at in results.items() if at.error is not None}
+    if len(known) < 2:
+        return []
+    best, *others = sorted(known, key=lambda label: -known[label].mean)
+    other = next((label for label in others if label == "Adam"), others[0])
+    differ = is_better(known[best], known[other])
+    end = "" if differ else f" The difference is within {ERRORS} standard errors."
+    sentence = f"{best} has the highest {what}, {text(best, known[best])}; {other} has {text(other, known[other])}."
+    return [Finding(f"{start}{sentence}{end}", figure)]
+
+
+def is_better(one: Summary, other: Summary) -> bool:
+    return one.mean - other.mean > ERRORS * math.hypot(one.error or 0, other.error or 0)
+
+
+def divergence_findings(counts: Mapping[str, tuple[int, int]], start: str = "") -> list[Finding]:
+    """How many runs diverged; ``counts`` has those of each method, and how many runs it has."""
+    bad = {label: found for label, found in counts.items() if found[0]}
+    if not bad:
+        return []
+    total = sum(runs for _, runs in counts.values())
+    where = listed([f"{count} of the {runs} of {label}" for label, (count, runs) in bad.items()])
+    return [Finding(f"{start}{sum(count for count, _ in bad.values())} of {total} runs diverged: {where}.")]
+
+
+def listed(parts: Sequence[str]) -> str:
+    """
+    >>> listed(["a", "b", "c"])
+    'a, b and c'
+    """
+    return " and ".join([", ".join(parts[:-1]), parts[-1]]) if len(parts) > 1 else "".join(parts)
