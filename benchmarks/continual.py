@@ -125,8 +125,8 @@ def rotated(images: Tensor, task: int, seed: int) -> Tensor:
 
 
 SERIES: dict[str, tuple[Callable[[Tensor, int, int], Tensor], Callable[[int], nn.Sequential]]] = {
-    "permuted, MLP": (permuted, mlp),
-    "rotated, CNN": (rotated, cnn),
+    "permuted": (permuted, mlp),
+    "rotated": (rotated, cnn),
 }
 
 
@@ -220,11 +220,11 @@ def page(found: dict[str, Any]) -> str:
         of = {key: [result[key] for result in row["results"]] for key in row["results"][0]}
         cells = [mean_and_error(of[key]) for key in ("accuracy", "forgetting", "learned")]
         strength, cost = (f"{row['strength']:.3g}", f"{statistics.median(of['time']):.1f}") if row["strength"] else ("", "")
-        results.append([row["series"], row["importance"], *cells, strength, cost])
+        results.append([row["importance"], *cells, strength, cost])
         grid = [f"{strength:.3g}: {100 * score:.1f}" for strength, score in row["grid"]]
-        tuned.append([row["series"], row["importance"], ", ".join(grid)])
-    columns = ["tasks", "importance", "accuracy, %", "forgetting, %", "when learned, %", "λ", "time"]
-    return f"""# Elastic weight consolidation: {found["dataset"]}
+        tuned.append([row["importance"], ", ".join(grid)])
+    columns = ["importance", "accuracy, %", "forgetting, %", "when learned, %", "λ", "time"]
+    return f"""# Elastic weight consolidation: {found["dataset"]}, {found["series"]}
 
 {made_by(found)}
 {TASKS} tasks of {size["train"]} images, {size["epochs"]} epochs of Adam at 1e-3 with batches of {BATCH}.
@@ -243,7 +243,7 @@ Means and standard errors of {len(found["seeds"])} seeds, on {size["test"]} test
 The mean accuracy on {size["validation"]} validation images per task after the last task, by λ, over {len(TUNING_SEEDS)} other
 seeds.
 
-{markdown_table(["tasks", "importance", "λ: accuracy, %"], tuned)}
+{markdown_table(["importance", "λ: accuracy, %"], tuned)}
 """
 
 
@@ -265,10 +265,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     size = SIZES[options.dataset]
     size = Size(size.train, size.validation, size.test, size.importance, options.epochs or size.epochs)
-    record = {**header("continual.py", arguments), "dataset": dataset.title, "size": vars(size)}
-    rows: list[dict[str, Any]] = []
-    record |= {"seeds": list(range(options.seeds)), "rows": rows}
+    options.out.mkdir(parents=True, exist_ok=True)
     for series in options.series or SERIES:
+        rows: list[dict[str, Any]] = []
+        record = {**header("continual.py", arguments), "dataset": dataset.title, "size": vars(size), "series": series}
+        record |= {"seeds": list(range(options.seeds)), "rows": rows}
         for name in IMPORTANCES:
             grid = []
             for strength in grid_of(name):
@@ -277,10 +278,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             best = max(grid, key=lambda pair: pair[1])[0]
             results = [run(dataset, series, name, best, seed, size, "test") for seed in record["seeds"]]
             rounded = [{key: digits(value) for key, value in result.items()} for result in results]
-            rows.append({"series": series, "importance": name, "strength": best, "grid": grid, "results": rounded})
+            rows.append({"importance": name, "strength": best, "grid": grid, "results": rounded})
             print(f"{series}, {name}: {grid}, {mean_and_error([result['accuracy'] for result in results])}", flush=True)
-    options.out.mkdir(parents=True, exist_ok=True)
-    save(options.out / options.dataset, record, page(record))
+        save(options.out / f"{options.dataset}_{series}", record, page(record))
     return 0
 
 
