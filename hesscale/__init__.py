@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from . import estimators, func, losses, optim, rules, sb3, uses
 from .compile.step import compile_step
-from .engine.backward import backward, grad
+from .engine.backward import backward, grad, hess_diags
 from .errors import CompileWarning, CurvatureWarning, NonFiniteError, UnsupportedOperator
 from .explain import explain, operators
 from .optim import BL89, GGNMC, AdaHesScale, AdaHesScaleGN, AdaHessian, Adam
@@ -30,6 +30,7 @@ __all__ = [
     "explain",
     "func",
     "grad",
+    "hess_diags",
     "inspect",
     "losses",
     "operators",

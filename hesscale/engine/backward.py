@@ -13,13 +13,28 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..distributed.averaging import averaged_with_gradients
 from ..distributed.sharding import check_unsharded
 from .arguments import as_tensors, check_loss
 from .nodes import leaves_of
 from .propagate import Propagation, accumulate, dense_copy
+
+
+def hess_diags(model: nn.Module) -> dict[str, Tensor | None]:
+    """``p.hess_diag`` of the parameters of a model, by name: None before the first pass, and once an optimizer has used it.
+
+    Example:
+        >>> import torch, hesscale
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> hesscale.hess_diags(model)
+        {'weight': None}
+        >>> hesscale.backward(model(torch.tensor([[1.0, 3.0]])).square().sum())
+        >>> hesscale.hess_diags(model)
+        {'weight': tensor([[ 2., 18.]])}
+    """
+    return {name: getattr(p, "hess_diag", None) for name, p in model.named_parameters()}
 
 
 def backward(
@@ -37,6 +52,7 @@ def backward(
 
     Gradients are PyTorch's own, bit for bit. Diagonals follow the recursion of the paper's Eq. 3 and 4, from the exact diagonal
     at the model's outputs down. Both accumulate. If ``p.grad`` is None when the pass reaches p, ``p.hess_diag`` starts at zero.
+    Before its first pass a parameter has no attribute ``hess_diag``; :func:`hess_diags` has None for it.
 
     Args:
         loss: a real scalar with a graph.
