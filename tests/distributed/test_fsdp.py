@@ -18,6 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor, Shard
 
 import hesscale
+from hesscale.distributed import fully_sharded
 
 
 class Tied(nn.Module):
@@ -150,6 +151,20 @@ def unused(rank):
         optimizer.step()
         optimizer.zero_grad()
     return {name: whole(p.detach()) for name, p in model.named_parameters()}
+
+
+def reduced_early(rank):
+    """The events of a pass in order: a gradient of the first module, and the diagonals of a module sent."""
+    model, events = build(GPT, rank), []
+    send = fully_sharded.REDUCE_SCATTER
+    model.first_norm.register_full_backward_hook(lambda *_: events.append("first module"))
+    loss = loss_of(model, *mine(batch(None, 0), rank))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            fully_sharded, "REDUCE_SCATTER", lambda *args, **options: (events.append("sent"), send(*args, **options))[1]
+        )
+        hesscale.backward(loss)
+    return events
 
 
 def divided(rank):
@@ -343,13 +358,15 @@ def by_columns(rank):
 
 
 def others(rank):
-    return refusals(rank), in_bfloat16(rank), by_columns(rank)
+    return refusals(rank), in_bfloat16(rank), by_columns(rank), reduced_early(rank)
 
 
 def test_other_settings_are_refused_or_right():
     before = torch.get_default_dtype()
     expected = by_columns(None)
-    for said, (found, mean), columns in run(others):
+    for said, (found, mean), columns, events in run(others):
+        assert events[:3] == ["sent"] * 3  # modules close to the loss, before the pass has reached the first
+        assert "first module" in events
         for name, (message, has_changed) in said.items():
             assert name in message, name
             assert not has_changed, name

@@ -347,15 +347,15 @@ def test_bl89_of_the_authors_is_another_networks():
 
 
 def test_tasks_cover_the_networks():
-    asked = quality.tasks(quality.Settings(networks=12))
+    asked = quality.tasks(quality.Settings(seeds=12))
     assert [(task.first, task.count) for task in asked] == [(0, 5), (5, 5), (10, 2)]
-    assert "12 networks" in quality.work(quality.Settings(networks=12))
+    assert "12 networks" in quality.work(quality.Settings(seeds=12))
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"networks": 0},
+        {"seeds": 0},
         {"examples": 0},
         {"dataset": "letters"},
         {"step_size": 0.0},

@@ -226,4 +226,5 @@ EXPERIMENT = dataclasses.replace(
     tasks=tasks,
     work=work,
     sections=sections,
+    examples=("--seeds 3 --steps 100000",),
 )

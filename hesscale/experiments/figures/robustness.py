@@ -219,4 +219,5 @@ EXPERIMENT = dataclasses.replace(
     tasks=tasks,
     work=lambda settings: rl.work_of(tasks(settings)),
     sections=sections,
+    examples=("--optimizer adam,scaled-adahesscale --step-size 3e-4,1e-2,1",),
 )
