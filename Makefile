@@ -62,8 +62,9 @@ $(VENV)/.experiments $(VENV)/.rl $(VENV)/.dev $(VENV)/.docs $(VENV)/.integration
 	@echo "installing hesscale[$*] into $(VENV)"
 	@$(INSTALL) setuptools
 	@$(INSTALL) --no-build-isolation -e ".[$*]"
-	@# BackPACK asks for torchvision, which it does not need
-	@if [ $* = dev ]; then $(INSTALL) --no-deps backpack-for-pytorch; fi
+	@# BackPACK and laplace-torch ask for torchvision, which they do not need
+	@if [ $* = dev ]; then $(INSTALL) --no-deps backpack-for-pytorch laplace-torch asdfghjkl curvlinops-for-pytorch einconv \
+		linear_operator; fi
 	@# timm asks for it too; its models do without (tests/models/torchvision_stub.py)
 	@if [ $* = integrations ]; then $(INSTALL) --no-deps timm; fi
 	@touch $@

@@ -57,10 +57,10 @@ OF_DQN = {
 }
 CASES = {
     "a2c-cartpole": Case("A2C", "CartPole-v1", 10_000, {"use_rms_prop": False}),
-    "ppo-cartpole": Case("PPO", "CartPole-v1", 10_240),
-    "dqn-cartpole": Case("DQN", "CartPole-v1", 15_000, OF_DQN, (64, 64)),
-    "sac-pendulum": Case("SAC", "Pendulum-v1", 3_000, OFF_POLICY, (64, 64)),
-    "td3-pendulum": Case("TD3", "Pendulum-v1", 3_000, OFF_POLICY, (64, 64)),
+    "ppo-cartpole": Case("PPO", "CartPole-v1", 8_192),
+    "dqn-cartpole": Case("DQN", "CartPole-v1", 10_000, OF_DQN, (64, 64)),
+    "sac-pendulum": Case("SAC", "Pendulum-v1", 2_000, OFF_POLICY, (64, 64)),
+    "td3-pendulum": Case("TD3", "Pendulum-v1", 2_000, OFF_POLICY, (64, 64)),
     "ppo-pendulum": Case("PPO", "Pendulum-v1", 20_480, {"learning_rate": 1e-3, "gamma": 0.9, "n_steps": 1024}),
 }
 SCALED = "AdaHesScale, step size 1, Δ = 1e-7"

@@ -1,4 +1,4 @@
-"""Hessian diagonals for PyTorch, cheap enough to use at every step."""
+"""Hessian diagonals for PyTorch, in the backward pass that computes the gradients."""
 
 from __future__ import annotations
 

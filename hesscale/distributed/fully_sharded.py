@@ -52,7 +52,8 @@ def check_supported(group: Any) -> None:
     """Raise for settings of FSDP under which diagonals would not be reduced like the gradients."""
     params = group.fsdp_params
     found = {
-        "a mesh of two dimensions (HSDP), or replicate": type(group.mesh_info).__name__ != "FSDPMeshInfo",
+        "replicate": type(group.mesh_info).__name__ not in ("FSDPMeshInfo", "HSDPMeshInfo"),
+        "set_requires_all_reduce(False)": replicas_of(group) is not None and group.reduce_grads and not group.all_reduce_grads,
         "tensor parallelism": any(param.is_dtensor for param in params),
         "CPUOffloadPolicy": any(param.offload_to_cpu for param in params),
         "an all-reduce hook": group._all_reduce_hook is not None,
@@ -84,7 +85,9 @@ class ShardedPass:
         self.dtype: torch.dtype | None = None  # in which diagonals are sent, if it is smaller than their own
         self.group_of = {id(param): group for group in groups for param in group.fsdp_params}
         self.missing = {id(group): {id(p) for p in group.fsdp_params if p.sharded_param.requires_grad} for group in groups}
-        self.under_way: dict[int, ShardReduction] = {}  # by the group's id
+        self.under_way: ShardReduction | None = None  # at most one, since its buffers have the size of a whole module
+        self.reduced: set[int] = set()  # ids of groups
+        self.shards: list[tuple[Any, Any]] = []  # parameters, each with this process's shard of its mean
 
     def begin(self, dtype: torch.dtype | None) -> None:
         """Note which diagonals start afresh, and drop those whose gradients have been reduced without them."""
@@ -128,21 +131,33 @@ class ShardedPass:
                 self.add(param, None)
             if getattr(leaf, "hess_diag", None) is not None:
                 members.append(param)
+        self.reduced.add(id(group))
         if members:
-            self.under_way[id(group)] = ShardReduction(group, members, self.dtype)
+            self.wait()
+            self.under_way = ShardReduction(group, members, self.dtype)
+
+    def wait(self) -> None:
+        if self.under_way is not None:
+            self.shards += self.under_way.finish()
+            self.under_way = None
 
     def finish(self) -> None:
         """Reduce the diagonals of all other groups whose gradients FSDP has reduced. All processes do so in the same order."""
         for group in self.groups:
-            if group.reduce_grads and id(group) not in self.under_way:
+            if group.reduce_grads and id(group) not in self.reduced:
                 self.reduce(group)
-        for reduction in self.under_way.values():
-            for param, shard in reduction.finish():
-                sharded = param.sharded_param
-                if self.starts_afresh[id(param._unsharded_param)] or getattr(sharded, "hess_diag", None) is None:
-                    sharded.hess_diag = shard
-                else:
-                    sharded.hess_diag._local_tensor.add_(shard._local_tensor)
+        self.wait()
+        for param, shard in self.shards:
+            sharded = param.sharded_param
+            if self.starts_afresh[id(param._unsharded_param)] or getattr(sharded, "hess_diag", None) is None:
+                sharded.hess_diag = shard
+            else:
+                sharded.hess_diag._local_tensor.add_(shard._local_tensor)
+
+
+def replicas_of(group: Any) -> Any:
+    """The process group of the processes with the same shard, on a mesh of two dimensions; otherwise None."""
+    return getattr(group.mesh_info, "replicate_process_group", None)
 
 
 def reduces_unused(group: Any) -> bool:
@@ -155,24 +170,28 @@ class ShardReduction:
 
     def __init__(self, group: Any, params: list[Any], dtype: torch.dtype | None) -> None:
         self.params, process_group = params, group.mesh_info.shard_process_group
+        self.replicas = replicas_of(group)
         leaves = [param._unsharded_param for param in params]
-        divisor = group.gradient_divide_factor or process_group.size()
+        count = process_group.size() * (1 if self.replicas is None else self.replicas.size())
+        divisor = group.gradient_divide_factor or count
         rows = [rows_of(leaf.hess_diag, param, process_group.size()) for leaf, param in zip(leaves, params, strict=True)]
         for leaf in leaves:
             leaf.hess_diag = None  # as large as the whole parameter
         self.lengths = [row.shape[1] for row in rows]
-        self.rows = torch.cat(rows, 1).div_(divisor)
-        if dtype is not None and dtype.itemsize < self.rows.dtype.itemsize:
-            self.rows = self.rows.to(dtype)
-        self.total, self.work = self.rows[0], None
+        whole = torch.cat(rows, 1).div_(divisor)
+        if dtype is not None and dtype.itemsize < whole.dtype.itemsize:
+            whole = whole.to(dtype)
+        self.total, self.work = whole[0], None
         if process_group.size() > 1:
             self.total = torch.empty_like(self.total)
-            self.work = REDUCE_SCATTER(self.total, self.rows.view(-1), group=process_group, async_op=True)
+            self.work = REDUCE_SCATTER(self.total, whole.view(-1), group=process_group, async_op=True)
 
     def finish(self) -> list[tuple[Any, Any]]:
         """The parameters, each with this process's shard of its mean."""
         if self.work is not None:
             self.work.wait()
+        if self.replicas is not None and self.replicas.size() > 1:
+            distributed.all_reduce(self.total, group=self.replicas)
         parts = zip(self.params, self.total.split(self.lengths), strict=True)
         return [(param, param.to_sharded_dtensor(shard_of(part, param))) for param, part in parts]
 

@@ -48,23 +48,22 @@ def backward(
     fallback: str = "error",
     curvature_dtype: torch.dtype | None = None,
 ) -> None:
-    """Fill ``p.grad`` and ``p.hess_diag`` of every leaf: ``loss.backward()`` that also brings the Hessian diagonal.
+    """Fill ``p.grad`` and ``p.hess_diag`` of every leaf: ``loss.backward()`` that also computes Hessian diagonals.
 
     Gradients are PyTorch's own, bit for bit. Diagonals follow the recursion of the paper's Eq. 3 and 4, from the exact diagonal
-    at the model's outputs down. Both accumulate; where ``p.grad`` is None when the pass reaches p, ``p.hess_diag`` starts afresh.
+    at the model's outputs down. Both accumulate. If ``p.grad`` is None when the pass reaches p, ``p.hess_diag`` starts at zero.
     Before its first pass a parameter has no attribute ``hess_diag``; :func:`hess_diags` has None for it.
 
     Args:
         loss: a real scalar with a graph.
         method: ``"hesscale"``; ``"hesscale_gn"``, which drops the second derivatives of the model (not of the loss); or
             ``"bl89"``, Becker and LeCun's, which treats softmax as if it were elementwise.
-        outputs: the model's outputs, where the exact treatment of the loss ends. Found by default: on each path back from the
-            loss, the first matrix product, convolution, embedding or their like made them.
+        outputs: the model's outputs, where the exact treatment of the loss ends. By default, they are what the first matrix
+            product, convolution, embedding or similar operator returns, on each path back from the loss.
         inputs: fill only these tensors, as in ``Tensor.backward``.
         retain_graph: keep the graph for another pass.
-        head: how to treat what lies between loss and outputs where the rules are not exact there. ``"auto"`` uses double
-            backward unless that would cost much more than a backward pass; ``"exact"`` uses it at any cost up to a limit;
-            ``"rules"`` never.
+        head: what to do if the rules are not exact between loss and outputs. ``"auto"`` uses double backward unless that would
+            cost much more than a backward pass; ``"exact"`` uses it at any cost up to a limit; ``"rules"`` never uses it.
         fallback: what to do at an operator without a rule: ``"error"``, or ``"exact"`` to differentiate it twice by brute force.
         curvature_dtype: compute the curvature's matrix products and convolutions in this dtype, ``torch.bfloat16`` for speed;
             gradients are never touched.
@@ -136,10 +135,10 @@ def grad(
     curvature_dtype: torch.dtype | None = None,
     allow_unused: bool = False,
 ) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
-    """``(gradients, Hessian diagonals)`` of the loss at ``tensors``, touching no ``.grad``.
+    """``(gradients, Hessian diagonals)`` of the loss at ``tensors``, without changing any ``.grad``.
 
-    Any tensor of the graph will do, pre-activations included. The options are those of :func:`backward`; a tensor that the loss
-    does not depend on raises, or gives None with ``allow_unused=True``.
+    The tensors may be any of the graph, also pre-activations. The options are those of :func:`backward`. If the loss does not
+    depend on a tensor, that raises an error, or gives None with ``allow_unused=True``.
 
     Example:
         >>> import torch, hesscale
