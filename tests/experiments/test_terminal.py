@@ -132,6 +132,8 @@ def test_what_goes_on_from_where_is_said(store):
     assert done.startswith("2 done before")
     assert resumed == "1 resumed from its last checkpoint at 40%"
     assert again == "1 begun before without a checkpoint, and begun again"
+    with store.open("toy", as_task(Task(9))):
+        assert "1 being worked on by another process" in list(begun_before(store.records()))
 
 
 def test_time_is_estimated_from_finished_runs(store, tmp_path):

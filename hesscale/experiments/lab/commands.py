@@ -21,6 +21,7 @@ from .machine import commit
 from .plots import Table
 from .progress import bars, progress_bars, progress_lines
 from .store import DAMAGED, FINISHED, DamagedRun, Record, Store, Task, key_of
+from .store import RUNNING as BUSY
 from .sweep import Interrupted, grid, run_tasks
 from .terminal import count, escaped, print_table
 
@@ -230,7 +231,10 @@ def begun_before(records: list[Record]) -> Iterator[str]:
     others = sum(record.facts["commits"] != now for record in finished)
     if finished:
         yield f"{len(finished)} done before" + (f" ({others} by another commit or with changes to it)" if others else "")
-    left = [record for record in records if record.status not in (FINISHED, DAMAGED)]
+    statuses = [record.status for record in records]
+    if busy := statuses.count(BUSY):
+        yield f"{busy} being worked on by another process"
+    left = [record for record, status in zip(records, statuses, strict=True) if status not in (FINISHED, DAMAGED, BUSY)]
     resumed = [record for record in left if (record.directory / "checkpoint.pt").exists()]
     shares = sorted(
         record.facts["saved"] / record.facts["total"] for record in resumed if {"saved", "total"} <= record.facts.keys()

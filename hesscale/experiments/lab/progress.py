@@ -51,7 +51,8 @@ class Pace:
             return ""
         speed = done / seconds
         written = f"{speed:,.0f}" if speed >= 10 else f"{speed:.2g}"
-        return f"{written} {self.experiment.unit}/s, {duration(seconds * (1 - self.share) / gained)} left"
+        left = f", {duration(seconds * (1 - self.share) / gained)} left" if self.share < 1 else ""
+        return f"{written} {self.experiment.unit}/s{left}"
 
 
 def learned(experiment: Experiment, watched: SweepProgress) -> str:
