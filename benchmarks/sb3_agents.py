@@ -56,12 +56,12 @@ OF_DQN = {
     "exploration_final_eps": 0.04,
 }
 CASES = {
-    "a2c-cartpole": Case("A2C", "CartPole-v1", 20_000, {"use_rms_prop": False}),
-    "ppo-cartpole": Case("PPO", "CartPole-v1", 20_480),
-    "dqn-cartpole": Case("DQN", "CartPole-v1", 20_000, OF_DQN, (64, 64)),
-    "sac-pendulum": Case("SAC", "Pendulum-v1", 5_000, OFF_POLICY, (64, 64)),
-    "td3-pendulum": Case("TD3", "Pendulum-v1", 5_000, OFF_POLICY, (64, 64)),
-    "ppo-pendulum": Case("PPO", "Pendulum-v1", 30_720, {"learning_rate": 1e-3, "gamma": 0.9, "n_steps": 1024}),
+    "a2c-cartpole": Case("A2C", "CartPole-v1", 10_000, {"use_rms_prop": False}),
+    "ppo-cartpole": Case("PPO", "CartPole-v1", 8_192),
+    "dqn-cartpole": Case("DQN", "CartPole-v1", 10_000, OF_DQN, (64, 64)),
+    "sac-pendulum": Case("SAC", "Pendulum-v1", 2_000, OFF_POLICY, (64, 64)),
+    "td3-pendulum": Case("TD3", "Pendulum-v1", 2_000, OFF_POLICY, (64, 64)),
+    "ppo-pendulum": Case("PPO", "Pendulum-v1", 20_480, {"learning_rate": 1e-3, "gamma": 0.9, "n_steps": 1024}),
 }
 SCALED = "AdaHesScale, step size 1, Δ = 1e-7"
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {

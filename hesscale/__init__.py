@@ -1,10 +1,10 @@
-"""Hessian diagonals for PyTorch, cheap enough to use at every step."""
+"""Hessian diagonals for PyTorch, in the backward pass that computes the gradients."""
 
 from __future__ import annotations
 
 from . import estimators, func, losses, optim, rules, sb3, uses
 from .compile.step import compile_step
-from .engine.backward import backward, grad
+from .engine.backward import backward, grad, hess_diags
 from .errors import CompileWarning, CurvatureWarning, NonFiniteError, UnsupportedOperator
 from .explain import explain, operators
 from .optim import BL89, GGNMC, AdaHesScale, AdaHesScaleGN, AdaHessian, Adam
@@ -30,6 +30,7 @@ __all__ = [
     "explain",
     "func",
     "grad",
+    "hess_diags",
     "inspect",
     "losses",
     "operators",
@@ -39,4 +40,4 @@ __all__ = [
     "sb3",
     "uses",
 ]
-__version__ = "0.1.0"
+__version__ = "0.2.0"

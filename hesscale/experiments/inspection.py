@@ -10,6 +10,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from operator import length_hint
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ import torch
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
+from rich.console import Console
+from rich.progress import track
 from torch import Tensor, nn
 
 from ..optim import AdaHesScale
@@ -75,6 +78,14 @@ def train(made: Made, steps: int, step_size: float) -> None:
         optimizer.backward(loss_fn(model, *arguments))
         optimizer.step()
     model.train(was_training)
+
+
+def with_progress(loader: Iterable[Any], max_batches: int | None) -> Iterable[Any]:
+    """The batches, with a progress bar on a terminal."""
+    console = Console(stderr=True)
+    count = length_hint(loader) or None
+    total = max_batches if count is None else min(count, max_batches or count)
+    return track(loader, "batches", total, console=console, transient=True, disable=not console.is_terminal)
 
 
 def page_of(reports: Mapping[str, CurvatureReport], title: str, command: str) -> str:
@@ -155,11 +166,16 @@ def inspect_and_write(
 ) -> dict[str, CurvatureReport]:
     """Inspect, train and inspect again, as far as ``steps`` asks for it; write ``out``/index.html and curvature.json."""
     made = made_by(factory) if factory else example()
-    options: dict[str, Any] = {"method": method, "num_samples": num_samples, "max_batches": max_batches}
-    reports = {"Before training" if steps else "As it is": inspect(*made, **options)}
+
+    def report() -> CurvatureReport:
+        model, loader, loss_fn = made
+        batches = with_progress(loader, max_batches)
+        return inspect(model, batches, loss_fn, method=method, num_samples=num_samples, max_batches=max_batches)
+
+    reports = {"Before training" if steps else "As it is": report()}
     if steps:
         train(made, steps, step_size)
-        reports[f"After {steps} steps"] = inspect(*made, **options)
+        reports[f"After {steps} steps"] = report()
     title = f"Curvature of {factory or PROBLEMS[EXAMPLE].title}"
     settings = f"--steps {steps} --lr {step_size:g} --method {method} --num-samples {num_samples}"
     settings += "" if max_batches is None else f" --max-batches {max_batches}"

@@ -609,7 +609,7 @@ def test_findings_name_what_diverges_and_what_needs_no_tuning():
     robust, diverged, _ = row_of([*steady, *adam])[1].findings
     expected = "AdaHesScale comes within 2 percentage points of its best test accuracy at 3 of 3 step sizes, Adam at 1."
     assert (robust.text, robust.figure) == (expected, "step-sizes-test-accuracy")
-    assert diverged.text == "1 of 6 runs diverged: 1 of the 3 of Adam."
+    assert diverged.text == "1 of 6 runs diverged: 1 of 3 with Adam."
 
 
 def test_curves_are_one_figure_with_a_switch_for_each_of_split_and_axis():

@@ -445,6 +445,27 @@ def test_gradient_scaler_with_clipping(dtype):
     assert_equal(with_scaler.parameters(), without.parameters(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(("optimizer", "radius"), [("AdaHesScale", 1e-7), ("Adam", 0.0)])
+def test_ppo_in_one_file_updates_every_network(monkeypatch, optimizer, radius):
+    pytest.importorskip("gymnasium")
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import ppo_continuous
+
+    options = ppo_continuous.Options(optimizer=optimizer, trust_radius=radius, steps=256, rollout=256, epochs=1, minibatch=128)
+    make, seen = ppo_continuous.make_optimizer, []
+
+    def watched(agent, o):
+        seen.extend((agent, {name: p.detach().clone() for name, p in agent.named_parameters()}))
+        return make(agent, o)
+
+    monkeypatch.setattr(ppo_continuous, "make_optimizer", watched)
+    returns = ppo_continuous.train(options)
+    agent, before = seen
+    assert len(returns) == 1
+    assert -2000 < returns[0] < 0
+    assert all((p != before[name]).any() for name, p in agent.named_parameters())
+
+
 # --- the examples and the page that quotes them ---
 
 
@@ -458,6 +479,7 @@ def test_gradient_scaler_with_clipping(dtype):
         ("huggingface_trainer.py", ["transformers", "accelerate"], ["--steps", "5"], "after 5 steps"),
         ("accelerate_bert.py", ["transformers", "accelerate"], ["--steps", "5"], "after 5 steps"),
         ("cleanrl_style_ppo.py", ["gymnasium"], ["--steps", "1024"], "mean return"),
+        ("ppo_continuous.py", ["gymnasium"], ["--steps", "1024"], "5 episodes, mean return"),
     ],
 )
 def test_examples_run(script, needs, arguments, says):

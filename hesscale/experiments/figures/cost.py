@@ -300,4 +300,7 @@ EXPERIMENT = Experiment(
     run,
     sections,
     alone=always,
+    unit="rounds",
+    amount=lambda task: task.rounds * task.size * len(task.methods.split(",")),
+    examples=("--sweeps outputs --most-outputs 64", "--methods adam,adahesscale,adahessian --rounds 10"),
 )

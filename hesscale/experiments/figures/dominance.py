@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from ..lab.data import load, names
-from ..lab.experiment import Experiment, option
+from ..lab.experiment import Experiment, Watched, option
 from ..lab.store import Run
 from ._dominance_figures import LAYERS, WIDTH, rho, sections
 
@@ -251,4 +251,7 @@ EXPERIMENT = Experiment(
     work=work,
     run=run,
     sections=sections,
+    amount=lambda task: task.iterations * task.count,
+    watched=Watched("loss", "loss"),
+    examples=("--seeds 20 --iterations 2000", "--preset paper --data DATA"),
 )

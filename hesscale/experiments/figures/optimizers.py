@@ -10,7 +10,7 @@ import torch
 
 from ...compile.step import BACKENDS
 from ..lab.choices import Choices, choose
-from ..lab.experiment import Experiment, option
+from ..lab.experiment import Experiment, Watched, option
 from ..optimizers import HELP, IMAGE_OPTIMIZERS, with_step_sizes
 from ..tasks.registry import PROBLEMS
 from ..tasks.trainer import SCHEDULES, Task, run
@@ -115,4 +115,7 @@ EXPERIMENT = Experiment(
     run,
     sections,
     alone=is_timed,
+    amount=lambda task: task.steps,
+    watched=Watched("loss", "train_loss"),
+    examples=("--task digits-tanh --optimizer adam,adahesscale --seeds 2", "--task char-lstm --schedule cosine"),
 )

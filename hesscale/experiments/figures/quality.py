@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..lab.data import Dataset, load, names
-from ..lab.experiment import Experiment, option
+from ..lab.experiment import Experiment, Watched, option
 from ..lab.store import Run
 from . import _quality_methods as methods
 from ._quality_figures import sections
@@ -29,7 +29,7 @@ INITIAL, ANOTHER, ORDER, DRAWS = range(4)  # purposes of random numbers
 @dataclass(frozen=True)
 class Settings:
     dataset: str = option("mnist", f"data set: {', '.join(names()[:-1])} or {names()[-1]}")
-    networks: int = option(40, "number of networks, each with its own initialization")
+    seeds: int = option(40, "number of networks, each with its own initialization")
     examples: int = option(1000, "steps of SGD, each with one example; errors are measured at the example before the step")
     step_size: float = option(0.01, "step size of SGD")
     standardize: bool = option(
@@ -55,13 +55,13 @@ class Task:
 
 def tasks(settings: Settings) -> list[Task]:
     check(settings)
-    shared = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings) if field.name != "networks"}
-    firsts = range(0, settings.networks, BLOCK)
-    return [Task(first=first, count=min(BLOCK, settings.networks - first), **shared) for first in firsts]
+    shared = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings) if field.name != "seeds"}
+    firsts = range(0, settings.seeds, BLOCK)
+    return [Task(first=first, count=min(BLOCK, settings.seeds - first), **shared) for first in firsts]
 
 
 def check(settings: Settings) -> None:
-    for name in ("networks", "examples"):
+    for name in ("seeds", "examples"):
         if getattr(settings, name) < 1:
             raise ValueError(f"{name} must be at least 1, not {getattr(settings, name)}")
     if settings.dataset not in names():
@@ -75,7 +75,7 @@ def check(settings: Settings) -> None:
 
 
 def work(settings: Settings) -> str:
-    count = f"{settings.networks} networks × {settings.examples} examples of {settings.dataset}"
+    count = f"{settings.seeds} networks × {settings.examples} examples of {settings.dataset}"
     return f"{count}, {len(methods.METHODS)} methods at each"
 
 
@@ -171,8 +171,8 @@ EXPERIMENT = Experiment(
     title="How close HesScale and others come to the Hessian's diagonal, in networks that learn example by example.",
     settings=Settings,
     presets={
-        "smoke": Settings(dataset="digits", networks=2, examples=10),
-        "small": Settings(dataset="digits", networks=10, examples=200),
+        "smoke": Settings(dataset="digits", seeds=2, examples=10),
+        "small": Settings(dataset="digits", seeds=10, examples=200),
         "paper": Settings(),
     },
     task=Task,
@@ -180,4 +180,8 @@ EXPERIMENT = Experiment(
     work=work,
     run=run,
     sections=sections,
+    unit="examples",
+    amount=lambda task: task.examples * task.count,
+    watched=Watched("loss", "loss"),
+    examples=("--seeds 5 --examples 500", "--preset paper --data DATA"),
 )

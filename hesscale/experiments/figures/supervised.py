@@ -11,7 +11,7 @@ import torch
 
 from ...compile.step import BACKENDS
 from ..lab.choices import choose, named
-from ..lab.experiment import Experiment, option
+from ..lab.experiment import Experiment, Watched, option
 from ..optimizers import HELP, IMAGE_OPTIMIZERS, with_step_sizes
 from ..vision.config import Task, group_key
 from ..vision.members import PRECISIONS
@@ -125,4 +125,8 @@ EXPERIMENT = Experiment(
     alone=is_timed,
     run_together=run_together,
     kind=group_key,
+    unit="epochs",
+    amount=lambda task: task.all_epochs,
+    watched=Watched("loss", "running_loss"),
+    examples=("--optimizer adam@1e-3,adahesscale@1e-3 --seeds 5", "--task cifar100-3c3d --data DATA"),
 )
