@@ -52,7 +52,8 @@ def check_supported(group: Any) -> None:
     """Raise for settings of FSDP under which diagonals would not be reduced like the gradients."""
     params = group.fsdp_params
     found = {
-        "a mesh of two dimensions (HSDP), or replicate": type(group.mesh_info).__name__ != "FSDPMeshInfo",
+        "replicate": type(group.mesh_info).__name__ not in ("FSDPMeshInfo", "HSDPMeshInfo"),
+        "set_requires_all_reduce(False)": replicas_of(group) is not None and group.reduce_grads and not group.all_reduce_grads,
         "tensor parallelism": any(param.is_dtensor for param in params),
         "CPUOffloadPolicy": any(param.offload_to_cpu for param in params),
         "an all-reduce hook": group._all_reduce_hook is not None,
@@ -154,6 +155,11 @@ class ShardedPass:
                 sharded.hess_diag._local_tensor.add_(shard._local_tensor)
 
 
+def replicas_of(group: Any) -> Any:
+    """The process group of the processes with the same shard, on a mesh of two dimensions; otherwise None."""
+    return getattr(group.mesh_info, "replicate_process_group", None)
+
+
 def reduces_unused(group: Any) -> bool:
     """Whether processes may use different parameters of a group."""
     return bool(getattr(group, "reduce_scatter_unused_params", False))
@@ -164,8 +170,10 @@ class ShardReduction:
 
     def __init__(self, group: Any, params: list[Any], dtype: torch.dtype | None) -> None:
         self.params, process_group = params, group.mesh_info.shard_process_group
+        self.replicas = replicas_of(group)
         leaves = [param._unsharded_param for param in params]
-        divisor = group.gradient_divide_factor or process_group.size()
+        count = process_group.size() * (1 if self.replicas is None else self.replicas.size())
+        divisor = group.gradient_divide_factor or count
         rows = [rows_of(leaf.hess_diag, param, process_group.size()) for leaf, param in zip(leaves, params, strict=True)]
         for leaf in leaves:
             leaf.hess_diag = None  # as large as the whole parameter
@@ -182,6 +190,8 @@ class ShardReduction:
         """The parameters, each with this process's shard of its mean."""
         if self.work is not None:
             self.work.wait()
+        if self.replicas is not None and self.replicas.size() > 1:
+            distributed.all_reduce(self.total, group=self.replicas)
         parts = zip(self.params, self.total.split(self.lengths), strict=True)
         return [(param, param.to_sharded_dtensor(shard_of(part, param))) for param, part in parts]
 

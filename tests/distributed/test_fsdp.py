@@ -39,13 +39,15 @@ MODELS = {"perceptron": (perceptron, (4,)), "convolutional": (convolutional, (1,
 LAYERS = (nn.Linear, nn.LayerNorm, nn.Embedding)
 
 
-def build(make, rank, *, layers=True, **options):
+def build(make, rank, *, layers=True, replicas=None, **options):
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     model = make()
     if rank is None:
         return model
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    if replicas is not None:
+        mesh = init_device_mesh("cpu", (replicas, dist.get_world_size() // replicas), mesh_dim_names=("replicas", "shards"))
     for module in list(model.modules()) if layers and make is not Tied else []:
         if isinstance(module, LAYERS):
             fully_shard(module, mesh=mesh, **options)
@@ -238,6 +240,8 @@ EQUAL = {
     "root alone": (trained, ("GPT",), {"fsdp": {"layers": False}}),
     "root alone, resharded": (trained, ("perceptron",), {"fsdp": {"layers": False, "reshard_after_forward": True}}),
     "resharded": (trained, ("GPT",), {"fsdp": {"reshard_after_forward": True}}),
+    "replicas": (trained, ("GPT",), {"fsdp": {"replicas": 2}, **TRUST}),
+    "replicas in a mesh of one": (trained, ("perceptron",), {"fsdp": {"replicas": 1}}),
     "hesscale.backward": (trained, ("perceptron", "backward"), {}),
     "capture": (trained, ("perceptron", "capture"), {}),
     "Gauss-Newton": (trained, ("GPT",), {"kind": hesscale.AdaHesScaleGN}),
@@ -250,7 +254,7 @@ EQUAL = {
     "divisor": (divided, (), {}),
     "not finite": (nonfinite, (), {}),
 }
-FOUR = ("GPT", "perceptron", "GPT, trust region", "accumulated")  # in four processes, some shards are empty
+FOUR = ("GPT", "perceptron", "replicas", "GPT, trust region", "accumulated")  # in four processes, some shards are empty
 
 
 def cases(rank, names):
@@ -313,14 +317,12 @@ def refusals(rank):
     calls = {"compile_step": compiling, "gradient scaler": scaling, "head='rules'": partial(hesscale.backward, entropy)}
     for name, call in calls.items():
         found[name] = refused(model, call)
-    settings = {
-        "HSDP": {"mesh": init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))},
-        "CPUOffloadPolicy": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
-    }
-    for name, options in settings.items():
-        model = fully_shard(perceptron(), **options)
-        loss = loss_of(model, x, y)
-        found[name] = refused(model, partial(hesscale.backward, loss))
+    offloaded = fully_shard(perceptron(), offload_policy=CPUOffloadPolicy(pin_memory=False))
+    replicated = build(perceptron, rank, replicas=2)
+    replicated.set_requires_all_reduce(False)
+    for name, model in {"CPUOffloadPolicy": offloaded, "set_requires_all_reduce": replicated}.items():
+        x = x.to(next(model.parameters()).dtype)
+        found[name] = refused(model, partial(hesscale.backward, loss_of(model, x, y)))
     return found
 
 
