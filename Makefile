@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 PYTEST := $(BIN)/python -m pytest -n 2 --cov --cov-report=term
 
 .DELETE_ON_ERROR:
@@ -11,7 +12,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --cov --cov-report=term
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' Makefile
 
-run: $(VENV)/.experiments ## in two minutes: how good the diagonals are, how optimizers learn with them, and a page with both
+run: $(VENV)/.rl ## in three minutes: how good the diagonals are, how networks and agents learn with them, and a page with all
 	@$(BIN)/hesscale demo
 
 test: lint site ## lint, type check, documentation site, tests, coverage
@@ -39,6 +40,7 @@ site: $(VENV)/.docs ## build the documentation site into site/; warnings, such a
 models: $(VENV)/.dev $(VENV)/.integrations ## write docs/models.md anew: what happens to other people's models, in ten minutes
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -W ignore tests/models/page.py
 
+dist: export PYTHONPATH = # what is tried is the wheel
 dist: | $(BIN)/python ## build a wheel and an sdist, check them, and try the wheel in an empty environment
 	@rm -rf dist build
 	$(INSTALL) build setuptools twine
@@ -57,14 +59,27 @@ clean: ## remove the environment, caches, plots and the site
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One stamp per extra of pyproject.toml: installed again when the requirements change.
-$(VENV)/.experiments $(VENV)/.dev $(VENV)/.docs $(VENV)/.integrations: $(VENV)/.%: pyproject.toml constraints.txt | $(BIN)/python
-	@echo "installing hesscale[$*] into $(VENV); the first time takes a few minutes, torch is large"
+$(VENV)/.experiments $(VENV)/.rl $(VENV)/.dev $(VENV)/.docs $(VENV)/.integrations: $(VENV)/.%: pyproject.toml constraints.txt | $(VENV)/.torch
+	@echo "installing hesscale[$*] into $(VENV)"
 	@$(INSTALL) setuptools
 	@$(INSTALL) --no-build-isolation -e ".[$*]"
-	@# BackPACK asks for torchvision, which it does not need
-	@if [ $* = dev ]; then $(INSTALL) --no-deps backpack-for-pytorch; fi
+	@# BackPACK and laplace-torch ask for torchvision, which they do not need
+	@if [ $* = dev ]; then $(INSTALL) --no-deps backpack-for-pytorch laplace-torch asdfghjkl curvlinops-for-pytorch einconv \
+		linear_operator; fi
 	@# timm asks for it too; its models do without (tests/models/torchvision_stub.py)
 	@if [ $* = integrations ]; then $(INSTALL) --no-deps timm; fi
+	@touch $@
+
+# A torch that is there is kept. Without an NVIDIA GPU, the build without CUDA is tried first; pip finds it if its settings name an
+# index that has it. PyPI does not, for Linux on x86-64. With --quiet, --verbose is pip's usual output, with a bar for the download.
+$(VENV)/.torch: | $(BIN)/python
+	@$(BIN)/python -c 'import torch' 2>/dev/null || { \
+		echo "installing torch $(TORCH) into $(VENV)"; \
+		{ ! command -v nvidia-smi >/dev/null && $(INSTALL) --verbose "torch==$(TORCH)+cpu" 2>/dev/null; } || { \
+			echo "by pip's settings; on Linux with an x86-64 processor, PyPI's has CUDA, several gigabytes"; \
+			$(INSTALL) --verbose torch; \
+		}; \
+	}
 	@touch $@
 
 $(BIN)/python:

@@ -21,6 +21,8 @@ PACKAGES = (
     "torchrl",
     "transformers",
     "numpy",
+    "laplace-torch",
+    "backpack-for-pytorch",
 )  # whose versions numbers may depend on
 
 

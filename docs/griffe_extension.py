@@ -19,8 +19,8 @@ class HesscaleExtension(griffe.Extension):
             obj.docstring.value = ROLE.sub(lambda role: reference(role[1], obj), text)
 
     def on_class(self, *, cls: griffe.Class, **kwargs: Any) -> None:
-        """Arguments that an optimizer passes on as ``*args`` and ``**options`` become part of its signature."""
-        if cls.path.startswith("hesscale.optim.") and any(p.kind in VARIADIC[:1] for p in cls.parameters):
+        """Arguments that an optimizer passes on, typed as ``Unpack[…]``, become part of its signature."""
+        if cls.path.startswith("hesscale.optim.") and any("Unpack" in str(p.annotation) for p in cls.parameters):
             found: dict[str, griffe.Parameter] = {}
             for base in [cls, *cls.mro()]:
                 if isinstance(init := base.members.get("__init__"), griffe.Function):

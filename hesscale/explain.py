@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from .engine.arguments import check_choices, check_loss, output_edges
 from .engine.dispatch import Step, step_of
 from .engine.head_structure import Head, find_head
 from .engine.head_values import exact_diagonals
-from .engine.nodes import LEAF, Edge, edge_of, metadata, topological
+from .engine.nodes import LEAF, Edge, Node, edge_of, metadata, topological
 from .errors import UnsupportedOperator
 from .rules import BL89, COMPLEX, RULES, Rule
 
@@ -48,45 +50,88 @@ class Row(NamedTuple):
     part: str  # head, body or leaf
     rule: str
     note: str
+    module: str = ""  # whose parameters it uses, such as "0 (Linear)"; "" if it uses none
+    parameter: str = ""  # the name of a leaf
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """The rows of :func:`explain`, loss first; ``print`` it for a table."""
+    """The rows of :func:`explain`, loss first; ``print`` it for a table.
+
+    Attributes:
+        rows: one per node.
+        unsupported: why operators have no rule.
+        products: how many Hessian-vector products through the head make the diagonal at the model's outputs exact.
+        is_exact: whether the diagonal at all of the model's outputs is exact.
+    """
 
     rows: tuple[Row, ...]
     unsupported: tuple[str, ...]
+    products: int = 0
+    is_exact: bool = True
 
     def __str__(self) -> str:
-        header = ("operator", "shape", "part", "rule", "note")
-        cells = [header, *((r.operator, "×".join(map(str, r.shape)) or "scalar", r.part, r.rule, r.note) for r in self.rows)]
-        widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
-        lines.insert(1, "  ".join("─" * width for width in widths))
-        return "\n".join([*lines, *(f"unsupported: {reason}" for reason in self.unsupported)])
+        width = max(shutil.get_terminal_size().columns, 60)
+        operators = [row.parameter or row.operator for row in self.rows]
+        shapes = ["×".join(map(str, row.shape)) or "scalar" for row in self.rows]
+        first, second = (max(map(len, cells), default=0) for cells in (operators, shapes))
+        lines, heading = [], ""
+        for row, operator, shape in zip(self.rows, operators, shapes, strict=True):
+            above = "head" if row.part == "head" else row.module or "body"
+            if above != heading:
+                lines.append(above)
+                heading = above
+            begin = f"  {operator:<{first}}  {shape:<{second}}  "
+            rule = textwrap.wrap(row.rule, max(width - len(begin), 20), break_long_words=False, break_on_hyphens=False)
+            lines += [(begin if k == 0 else " " * len(begin)) + line for k, line in enumerate(rule or [""])]
+            if row.note:
+                lines += [f"    {row.note}"]
+        lines += [f"unsupported: {reason}" for reason in self.unsupported]
+        return "\n".join(line.rstrip() for line in [*lines, *textwrap.wrap(self.cost, width)])
+
+    @property
+    def cost(self) -> str:
+        """A sentence on what the head costs."""
+        if self.unsupported:
+            return "hesscale.backward would raise an error."
+        exact = "" if self.is_exact else " The diagonal at the model's outputs is not exact."
+        if not self.products:
+            return f"The head takes rules alone, at next to no cost.{exact}"
+        products = f"{self.products} Hessian-vector product{'s' if self.products > 1 else ''}"
+        return f"The head takes {products} at every pass, through the head and not through the model.{exact}"
 
 
 def explain(
     loss: Tensor,
     *,
+    model: nn.Module | None = None,
     method: str = "hesscale",
     outputs: Tensor | Sequence[Tensor] | None = None,
     head: str = "auto",
 ) -> Explanation:
-    """A table, operator by operator, of what :func:`hesscale.backward` would do with this loss; changes nothing.
+    """What :func:`hesscale.backward` would do with this loss, operator by operator; changes nothing.
 
     Says which rule applies, which operators lie between the loss and the model's outputs (the head), whether the diagonal at
-    those outputs is exact by the rules or by double backward, and what is unsupported.
+    those outputs is exact by the rules or by double backward, what that costs, and what is unsupported.
+
+    Args:
+        loss: as in :func:`hesscale.backward`, like the other arguments.
+        model: names the parameters, and groups operators by the modules whose parameters they use.
 
     Example:
         >>> import torch, hesscale
-        >>> w = torch.tensor([1.0, 2.0], requires_grad=True)
-        >>> print(hesscale.explain(w.tanh().sum()))
-        operator       shape   part  rule                                                      note
-        ─────────────  ──────  ────  ────────────────────────────────────────────────────────  ──────────────
-        SumBackward0   scalar  head  reductions: J = 1
-        TanhBackward0  2       head  activations: f' = 1 − y², f'' = −2y f': f' (f' s − 2y g)
-        leaf           2       leaf                                                            exact by rules
+        >>> model = torch.nn.Sequential(torch.nn.Linear(3, 2, bias=False), torch.nn.Sigmoid())
+        >>> print(hesscale.explain(model(torch.ones(4, 3)).sum(), model=model))
+        head
+          SumBackward0      scalar  reductions: J = 1
+          SigmoidBackward0  4×2     activations: f' = y (1 − y), f'' = (1 − 2y) f': f'
+                                    (f' s + (1 − 2y) g)
+        0 (Linear)
+          MmBackward0       4×2     bilinear: y = A B: s_A = s (B²)ᵀ, s_B = (A²)ᵀ s
+            exact by rules
+          TBackward0        3×2     linear_maps: the same entries in another place
+          0.weight          2×3
+        The head takes rules alone, at next to no cost.
     """
     check_choices(method=method, head=head, fallback="error")
     check_loss(loss)
@@ -97,8 +142,43 @@ def explain(
     if head != "rules" and not reasons:
         products = {edge: exact.products for edge, exact in exact_diagonals(loss, found).items()}
     notes = {edge: end_note(edge, found, products, head) for edge in found.ends}
-    rows = [row_of(step, found, notes, reasons) for step in steps]
-    return Explanation(tuple(rows), tuple(reasons.values()))
+    names = {} if model is None else {id(p): name for name, p in model.named_parameters()}
+    modules = {} if model is None else modules_of(steps, model, names)
+    rows = [row_of(step, found, notes, reasons, modules.get(step.node, ""), names) for step in steps]
+    is_exact = method != "bl89" and all(edge not in found.inexact or edge in products for edge in found.ends)
+    return Explanation(tuple(grouped(rows)), tuple(reasons.values()), sum(products.values()), is_exact)
+
+
+def modules_of(steps: Sequence[Step], model: nn.Module, names: dict[int, str]) -> dict[Node, str]:
+    """The module whose parameters a node uses, themselves or transposed and the like; "" if it uses none."""
+    found: dict[Node, str] = {}
+    of_parameters_alone: set[Node] = set()
+    for step in reversed(steps):
+        node, inputs = step.node, [node for node, _ in step.edges]
+        found[node] = ""
+        if node.name() == LEAF:
+            name = names.get(id(node.variable))
+            if name is not None:
+                module = name.rpartition(".")[0]
+                kind = type(model.get_submodule(module)).__name__
+                found[node] = f"{module} ({kind})" if module else kind
+                of_parameters_alone.add(node)
+        elif used := [found[other] for other in inputs if other in of_parameters_alone]:
+            found[node] = used[0]
+            if len(inputs) == 1:
+                of_parameters_alone.add(node)
+    return found
+
+
+def grouped(rows: Sequence[Row]) -> list[Row]:
+    """The rows with those of the same module together, where the first of them stands."""
+    of: dict[str, list[Row]] = {}
+    for row in rows:
+        of.setdefault(row.module, []).append(row)
+    found: list[Row] = []
+    for row in rows:
+        found += [row] if not row.module else of.pop(row.module, [])
+    return found
 
 
 UNKNOWN = Rule(lambda *_: None, "", "no rule")
@@ -127,12 +207,12 @@ def end_note(edge: Edge, found: Head, products: dict[Edge, int], head: str) -> s
     return "rules, not exact" if head == "rules" else "rules, not exact: double backward is impossible or takes too many products"
 
 
-def row_of(step: Step, found: Head, notes: dict[Edge, str], reasons: dict[str, str]) -> Row:
+def row_of(step: Step, found: Head, notes: dict[Edge, str], reasons: dict[str, str], module: str, names: dict[int, str]) -> Row:
     name = step.node.name()
     shape = tuple(metadata((step.node, 0)).shape)
     note = "; ".join(notes[edge] for i in range(len(step.node._input_metadata)) if (edge := (step.node, i)) in notes)
     if name == LEAF:
-        return Row("leaf", shape, "leaf", "", note)
+        return Row("leaf", shape, "leaf", "", note, module, names.get(id(step.node.variable), ""))
     assert step.rule is not None
     text = "no rule" if name in reasons else f"{step.rule.family}: {step.rule.summary}"
-    return Row(name, shape, "head" if step.node in found.nodes else "body", text, note)
+    return Row(name, shape, "head" if step.node in found.nodes else "body", text, note, module)

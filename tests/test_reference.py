@@ -13,7 +13,16 @@ import hesscale
 
 PAGES = sorted((Path(__file__).parent.parent / "docs/api").glob("*.md"))
 DOCUMENTED = [name for page in PAGES for name in re.findall(r"^::: (\S+)$", page.read_text(encoding="utf-8"), re.MULTILINE)]
-MODULES = [hesscale, hesscale.optim, hesscale.estimators, hesscale.losses, hesscale.func, hesscale.rules, hesscale.sb3]
+MODULES = [
+    hesscale,
+    hesscale.optim,
+    hesscale.estimators,
+    hesscale.losses,
+    hesscale.func,
+    hesscale.rules,
+    hesscale.sb3,
+    hesscale.uses,
+]
 PUBLIC = [(module, name) for module in MODULES for name in module.__all__]
 
 

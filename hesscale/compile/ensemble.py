@@ -38,7 +38,7 @@ def ensemble(
     ``how="vmap"``, their parameters, buffers and optimizer state become views of tensors that hold those of all members.
 
     TorchDynamo guards what the models and ``loss_fn`` read, as for one model. If all members change alike, the step is compiled
-    again. If members begin to differ in anything but numbers, the step raises.
+    again. If members begin to differ in anything but numbers, the step raises a ValueError.
 
     A member whose gradients or curvature are not finite skips that step, whatever its ``on_nonfinite`` says; its
     ``nonfinite_steps`` counts it. The others go on.

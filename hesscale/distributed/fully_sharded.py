@@ -1,8 +1,8 @@
 """Hessian diagonals under ``fully_shard`` (FSDP2).
 
 FSDP gathers a module's parameters before the module runs, and reduce-scatters their gradients afterwards: every process keeps
-its shard of the mean. The leaves of a graph are the gathered parameters. Their Hessian diagonals are reduce-scattered after the
-pass, and ``hess_diag`` of a sharded parameter is a DTensor like its ``.grad``.
+its shard of the mean. The leaves of a graph are the gathered parameters. Their Hessian diagonals are reduce-scattered when the
+pass has filled all of a module, and ``hess_diag`` of a sharded parameter is a DTensor like its ``.grad``.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def check_supported(group: Any) -> None:
     """Raise for settings of FSDP under which diagonals would not be reduced like the gradients."""
     params = group.fsdp_params
     found = {
-        "a mesh of two dimensions (HSDP), or replicate": type(group.mesh_info).__name__ != "FSDPMeshInfo",
+        "replicate": type(group.mesh_info).__name__ not in ("FSDPMeshInfo", "HSDPMeshInfo"),
+        "set_requires_all_reduce(False)": replicas_of(group) is not None and group.reduce_grads and not group.all_reduce_grads,
         "tensor parallelism": any(param.is_dtensor for param in params),
         "CPUOffloadPolicy": any(param.offload_to_cpu for param in params),
         "an all-reduce hook": group._all_reduce_hook is not None,
@@ -81,9 +82,16 @@ class ShardedPass:
             if hasattr(param, "_unsharded_param")
         }
         self.starts_afresh: dict[int, bool] = {}
+        self.dtype: torch.dtype | None = None  # in which diagonals are sent, if it is smaller than their own
+        self.group_of = {id(param): group for group in groups for param in group.fsdp_params}
+        self.missing = {id(group): {id(p) for p in group.fsdp_params if p.sharded_param.requires_grad} for group in groups}
+        self.under_way: ShardReduction | None = None  # at most one, since its buffers have the size of a whole module
+        self.reduced: set[int] = set()  # ids of groups
+        self.shards: list[tuple[Any, Any]] = []  # parameters, each with this process's shard of its mean
 
-    def begin(self) -> None:
+    def begin(self, dtype: torch.dtype | None) -> None:
         """Note which diagonals start afresh, and drop those whose gradients have been reduced without them."""
+        self.dtype = dtype
         for key, param in self.by_leaf.items():
             self.starts_afresh[key] = param.sharded_param.grad is None
             if param.unsharded_accumulated_grad is None and param._unsharded_param.grad is None:
@@ -95,45 +103,97 @@ class ShardedPass:
         if param is None:
             return self.wanted is not None and id(leaf) not in self.wanted
         if self.is_wanted(param):
-            present = getattr(leaf, "hess_diag", None)
-            total = torch.zeros(leaf.shape, dtype=param.orig_dtype, device=leaf.device) if present is None else present
-            leaf.hess_diag = total if diagonal is None else total.add_(diagonal)
+            self.add(param, diagonal)
+        group = self.group_of[id(param)]
+        missing = self.missing[id(group)]
+        missing.discard(id(param))
+        if not missing and group.reduce_grads and not reduces_unused(group):
+            self.reduce(group)  # all processes run the same modules, so they come here in the same order
         return True
+
+    def add(self, param: Any, diagonal: Tensor | None) -> None:
+        leaf = param._unsharded_param
+        present = getattr(leaf, "hess_diag", None)
+        total = torch.zeros(leaf.shape, dtype=param.orig_dtype, device=leaf.device) if present is None else present
+        leaf.hess_diag = total if diagonal is None else total.add_(diagonal)
 
     def is_wanted(self, param: Any) -> bool:
         return self.wanted is None or id(param.sharded_param) in self.wanted
 
-    def finish(self, dtype: torch.dtype | None) -> None:
-        """Reduce the diagonals of all groups whose gradients FSDP has reduced. All processes do so in the same order."""
-        for group in self.groups:
-            if not group.reduce_grads:
+    def reduce(self, group: Any) -> None:
+        """Start to reduce the diagonals of a group."""
+        members = []
+        for param in group.fsdp_params:
+            leaf = getattr(param, "_unsharded_param", None)
+            if leaf is None or not leaf.requires_grad or not self.is_wanted(param):
                 continue
-            members = []
-            for param in group.fsdp_params:
-                leaf = getattr(param, "_unsharded_param", None)
-                if leaf is None or not leaf.requires_grad or not self.is_wanted(param):
-                    continue
-                if getattr(group, "reduce_scatter_unused_params", False):
-                    self.takes(leaf, None)
-                if getattr(leaf, "hess_diag", None) is not None:
-                    members.append(param)
-            if members:
-                self.reduce(group, members, dtype)
+            if reduces_unused(group):
+                self.add(param, None)
+            if getattr(leaf, "hess_diag", None) is not None:
+                members.append(param)
+        self.reduced.add(id(group))
+        if members:
+            self.wait()
+            self.under_way = ShardReduction(group, members, self.dtype)
 
-    def reduce(self, group: Any, params: list[Any], dtype: torch.dtype | None) -> None:
-        """Replace the diagonals of gathered parameters by this process's shards of their mean."""
-        process_group = group.mesh_info.shard_process_group
-        leaves = [param._unsharded_param for param in params]
-        divisor = group.gradient_divide_factor or process_group.size()
-        rows = [rows_of(leaf.hess_diag, param, process_group.size()) for leaf, param in zip(leaves, params, strict=True)]
-        flat = reduce_scatter(torch.cat(rows, 1).div_(divisor), process_group, dtype)
-        for leaf, param, part in zip(leaves, params, flat.split([row.shape[1] for row in rows]), strict=True):
-            shard, leaf.hess_diag = param.to_sharded_dtensor(shard_of(part, param)), None
+    def wait(self) -> None:
+        if self.under_way is not None:
+            self.shards += self.under_way.finish()
+            self.under_way = None
+
+    def finish(self) -> None:
+        """Reduce the diagonals of all other groups whose gradients FSDP has reduced. All processes do so in the same order."""
+        for group in self.groups:
+            if group.reduce_grads and id(group) not in self.reduced:
+                self.reduce(group)
+        self.wait()
+        for param, shard in self.shards:
             sharded = param.sharded_param
-            if self.starts_afresh[id(leaf)] or getattr(sharded, "hess_diag", None) is None:
+            if self.starts_afresh[id(param._unsharded_param)] or getattr(sharded, "hess_diag", None) is None:
                 sharded.hess_diag = shard
             else:
                 sharded.hess_diag._local_tensor.add_(shard._local_tensor)
+
+
+def replicas_of(group: Any) -> Any:
+    """The process group of the processes with the same shard, on a mesh of two dimensions; otherwise None."""
+    return getattr(group.mesh_info, "replicate_process_group", None)
+
+
+def reduces_unused(group: Any) -> bool:
+    """Whether processes may use different parameters of a group."""
+    return bool(getattr(group, "reduce_scatter_unused_params", False))
+
+
+class ShardReduction:
+    """The mean of the diagonals of gathered parameters, on its way to the processes' shards. It takes ``hess_diag`` from them."""
+
+    def __init__(self, group: Any, params: list[Any], dtype: torch.dtype | None) -> None:
+        self.params, process_group = params, group.mesh_info.shard_process_group
+        self.replicas = replicas_of(group)
+        leaves = [param._unsharded_param for param in params]
+        count = process_group.size() * (1 if self.replicas is None else self.replicas.size())
+        divisor = group.gradient_divide_factor or count
+        rows = [rows_of(leaf.hess_diag, param, process_group.size()) for leaf, param in zip(leaves, params, strict=True)]
+        for leaf in leaves:
+            leaf.hess_diag = None  # as large as the whole parameter
+        self.lengths = [row.shape[1] for row in rows]
+        whole = torch.cat(rows, 1).div_(divisor)
+        if dtype is not None and dtype.itemsize < whole.dtype.itemsize:
+            whole = whole.to(dtype)
+        self.total, self.work = whole[0], None
+        if process_group.size() > 1:
+            self.total = torch.empty_like(self.total)
+            self.work = REDUCE_SCATTER(self.total, whole.view(-1), group=process_group, async_op=True)
+
+    def finish(self) -> list[tuple[Any, Any]]:
+        """The parameters, each with this process's shard of its mean."""
+        if self.work is not None:
+            self.work.wait()
+        if self.replicas is not None and self.replicas.size() > 1:
+            distributed.all_reduce(self.total, group=self.replicas)
+        parts = zip(self.params, self.total.split(self.lengths), strict=True)
+        return [(param, param.to_sharded_dtensor(shard_of(part, param))) for param, part in parts]
 
 
 def rows_of(diagonal: Tensor, param: Any, count: int) -> Tensor:
@@ -151,14 +211,3 @@ def shard_of(row: Tensor, param: Any) -> Tensor:
     length = size.pop(dim)
     shard = row[: length * torch.Size(size).numel()].view(length, *size).movedim(0, dim)
     return torch.empty(param.sharded_size, dtype=param.orig_dtype, device=row.device).copy_(shard)
-
-
-def reduce_scatter(rows: Tensor, group: Any, dtype: torch.dtype | None) -> Tensor:
-    """The sum over the processes of the row that belongs to this one."""
-    if dtype is not None and dtype.itemsize < rows.dtype.itemsize:
-        rows = rows.to(dtype)
-    if group.size() == 1:
-        return rows[0]
-    total = torch.empty_like(rows[0])
-    REDUCE_SCATTER(total, rows.view(-1), group=group)
-    return total

@@ -16,12 +16,16 @@ def is_sharded(tensor: Tensor) -> bool:
     return kind is not None and isinstance(tensor, kind)
 
 
-def shard_mesh(tensor: Tensor) -> Any:
-    """The mesh of a DTensor that has one part in each process, as under fully_shard; None for any other tensor."""
+def shard_mesh(tensor: Tensor) -> tuple[Any, int] | None:
+    """The mesh of a DTensor and the dimension along which it is sharded, as under fully_shard; None for any other tensor.
+
+    Along another dimension of the mesh, it may be replicated.
+    """
     if not is_sharded(tensor):
         return None
     found: Any = tensor
-    return found.device_mesh if len(found.placements) == 1 and found.placements[0].is_shard() else None
+    *others, last = found.placements
+    return (found.device_mesh, len(others)) if last.is_shard() and all(other.is_replicate() for other in others) else None
 
 
 def local_parts(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -32,10 +36,10 @@ def local_parts(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def sum_over(mesh: Any, value: Tensor) -> Tensor:
     """The sum of the processes' values; the value itself where there is no mesh."""
-    if mesh is None or mesh.size() == 1:
+    if mesh is None or mesh[0].size(mesh[1]) == 1:
         return value
     total = value.clone()
-    distributed.all_reduce(total, group=mesh.get_group())
+    distributed.all_reduce(total, group=mesh[0].get_group(mesh[1]))
     return total
 
 

@@ -13,13 +13,28 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..distributed.averaging import averaged_with_gradients
 from ..distributed.sharding import check_unsharded
 from .arguments import as_tensors, check_loss
 from .nodes import leaves_of
 from .propagate import Propagation, accumulate, dense_copy
+
+
+def hess_diags(model: nn.Module) -> dict[str, Tensor | None]:
+    """``p.hess_diag`` of the parameters of a model, by name: None before the first pass, and once an optimizer has used it.
+
+    Example:
+        >>> import torch, hesscale
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> hesscale.hess_diags(model)
+        {'weight': None}
+        >>> hesscale.backward(model(torch.tensor([[1.0, 3.0]])).square().sum())
+        >>> hesscale.hess_diags(model)
+        {'weight': tensor([[ 2., 18.]])}
+    """
+    return {name: getattr(p, "hess_diag", None) for name, p in model.named_parameters()}
 
 
 def backward(
@@ -33,22 +48,22 @@ def backward(
     fallback: str = "error",
     curvature_dtype: torch.dtype | None = None,
 ) -> None:
-    """Fill ``p.grad`` and ``p.hess_diag`` of every leaf: ``loss.backward()`` that also brings the Hessian diagonal.
+    """Fill ``p.grad`` and ``p.hess_diag`` of every leaf: ``loss.backward()`` that also computes Hessian diagonals.
 
     Gradients are PyTorch's own, bit for bit. Diagonals follow the recursion of the paper's Eq. 3 and 4, from the exact diagonal
-    at the model's outputs down. Both accumulate; where ``p.grad`` is None when the pass reaches p, ``p.hess_diag`` starts afresh.
+    at the model's outputs down. Both accumulate. If ``p.grad`` is None when the pass reaches p, ``p.hess_diag`` starts at zero.
+    Before its first pass a parameter has no attribute ``hess_diag``; :func:`hess_diags` has None for it.
 
     Args:
         loss: a real scalar with a graph.
         method: ``"hesscale"``; ``"hesscale_gn"``, which drops the second derivatives of the model (not of the loss); or
             ``"bl89"``, Becker and LeCun's, which treats softmax as if it were elementwise.
-        outputs: the model's outputs, where the exact treatment of the loss ends. Found by default: on each path back from the
-            loss, the first matrix product, convolution, embedding or their like made them.
+        outputs: the model's outputs, where the exact treatment of the loss ends. By default, they are what the first matrix
+            product, convolution, embedding or similar operator returns, on each path back from the loss.
         inputs: fill only these tensors, as in ``Tensor.backward``.
         retain_graph: keep the graph for another pass.
-        head: how to treat what lies between loss and outputs where the rules are not exact there. ``"auto"`` uses double
-            backward unless that would cost much more than a backward pass; ``"exact"`` uses it at any cost up to a limit;
-            ``"rules"`` never.
+        head: what to do if the rules are not exact between loss and outputs. ``"auto"`` uses double backward unless that would
+            cost much more than a backward pass; ``"exact"`` uses it at any cost up to a limit; ``"rules"`` never uses it.
         fallback: what to do at an operator without a rule: ``"error"``, or ``"exact"`` to differentiate it twice by brute force.
         curvature_dtype: compute the curvature's matrix products and convolutions in this dtype, ``torch.bfloat16`` for speed;
             gradients are never touched.
@@ -80,12 +95,12 @@ def carry(run_backward: Callable[[], None], loss: Tensor, tensors: Sequence[Tens
         if averaged is not None and not requested:
             propagation.replica = averaged.replica_to_tell()
         if propagation.shards is not None:
-            propagation.shards.begin()
+            propagation.shards.begin(options.get("curvature_dtype"))
         with own_pass():
             propagation.run(run_backward)
         propagation.fill_uncurved_leaves()
         if propagation.shards is not None:
-            propagation.shards.finish(options.get("curvature_dtype"))
+            propagation.shards.finish()
         for key, tensor in requested.items():
             if tensor.grad is not None:
                 accumulate(tensor, propagation.diagonals.get(key), afresh[key], key in propagation.owned)
@@ -120,10 +135,10 @@ def grad(
     curvature_dtype: torch.dtype | None = None,
     allow_unused: bool = False,
 ) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
-    """``(gradients, Hessian diagonals)`` of the loss at ``tensors``, touching no ``.grad``.
+    """``(gradients, Hessian diagonals)`` of the loss at ``tensors``, without changing any ``.grad``.
 
-    Any tensor of the graph will do, pre-activations included. The options are those of :func:`backward`; a tensor that the loss
-    does not depend on raises, or gives None with ``allow_unused=True``.
+    The tensors may be any of the graph, also pre-activations. The options are those of :func:`backward`. If the loss does not
+    depend on a tensor, that raises an error, or gives None with ``allow_unused=True``.
 
     Example:
         >>> import torch, hesscale

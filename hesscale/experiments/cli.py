@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import platform
 import sys
 import time
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
+
+import torch
+
+import hesscale
+
+from .install import how_to_install
 
 try:
     import typer
     from rich.console import Console
     from rich.progress import Progress, TaskID
-    from rich.table import Column, Table
 except ModuleNotFoundError as missing:
-    raise ModuleNotFoundError(f"the command line needs {missing.name}: pip install 'hesscale[experiments]'") from None
-
-import hesscale
+    raise ModuleNotFoundError(f"the command line needs {missing.name}: {how_to_install('experiments')}") from None
 
 from .bench import Settings
 from .bench import run as run_bench
@@ -26,10 +31,9 @@ from .bench.tables import tables
 from .lab.commands import (
     RUNS,
     RunOptions,
-    as_rich_table,
+    as_folder,
     command_of,
     command_text,
-    escaped,
     options_of,
     run_experiment,
     settings_of,
@@ -39,12 +43,57 @@ from .lab.commands import (
 from .lab.data import download, load, names
 from .lab.download import DataError
 from .lab.experiment import experiments
+from .lab.help_texts import Command, Group
+from .lab.plots import Table
+from .lab.run_list import as_json, details, lines, run_of, select
 from .lab.store import DamagedRun, Store
+from .lab.terminal import count, escaped, print_table
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Hessian diagonals for PyTorch.")
+START, EXPERIMENT, RUN = "Start", "Experiments", "Runs"  # groups of commands in the help text
+DEMO: dict[str, dict[str, Any]] = {"quality": {}, "supervised": {}, "rl": {"steps": 20_000}}  # and changes to the preset small
+POLICIES = ("policy.pt", "checkpoint.pt")
+app = typer.Typer(cls=Group, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 
 
-@app.command()
+def command(group: str, *examples: str, name: str | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a function a command, with examples in its help text."""
+    epilog = "\n".join(f"hesscale {example}" for example in examples)
+    return app.command(name, cls=Command, epilog=epilog, rich_help_panel=group)
+
+
+def print_version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"hesscale {hesscale.__version__} (torch {torch.__version__}, Python {platform.python_version()})")
+        raise typer.Exit
+
+
+@app.callback(epilog="hesscale demo\nhesscale rl --help\nhesscale runs rl\nhesscale report")
+def main_options(
+    version: Annotated[bool, typer.Option("--version", callback=print_version, is_eager=True, help="print versions")] = False,
+) -> None:
+    """Hessian diagonals for PyTorch: the paper's experiments, their runs and a report.
+
+    `hesscale COMMAND --help` lists the options of a command.
+    """
+
+
+@command(START, "demo", "demo --out /tmp/report")
+def demo(
+    where: Annotated[Path, typer.Option("--runs", help="folder of runs")] = RUNS,
+    out: Annotated[Path, typer.Option("--out", help="folder for the page")] = Path("out/report"),
+) -> None:
+    """Three small experiments and a page with their figures, in three minutes: start here."""
+    started = time.perf_counter()
+    for k, (name, changed) in enumerate(DEMO.items(), start=1):
+        Console().print(f"\n[bold]{k} of {len(DEMO)}[/]", highlight=False)
+        settings = settings_of(EXPERIMENTS[name], "small", changed)
+        tasks = tasks_of(EXPERIMENTS[name], [settings])
+        run_experiment(EXPERIMENTS[name], tasks, RunOptions(runs=where), command_text(name, "small", changed), settings)
+    Console().print(f"Took {time.perf_counter() - started:.0f} s. Open the page in a browser:", highlight=False)
+    report(list(DEMO), where, out)
+
+
+@command(START, "operators", "operators pooling")
 def operators(
     containing: Annotated[str, typer.Argument(help="show only operators whose name or family contains this")] = "",
 ) -> None:
@@ -52,14 +101,11 @@ def operators(
     wanted = [op for op in hesscale.operators() if containing.lower() in f"{op.name} {op.family}".lower()]
     if not wanted:
         raise typer.BadParameter(f"no operator or family contains {containing!r}")
-    table = Table("operator", "rule")
+    console = Console()
     for family, members in groupby(sorted(wanted, key=lambda op: op.family), key=lambda op: op.family):
-        table.add_section()
-        table.add_row(f"[bold]{family.replace('_', ' ')}[/]", "")
-        for op in members:
-            table.add_row(op.name, op.summary.replace("[", r"\["))
-    Console().print(table)
-    Console().print(f"{len(wanted)} operators. hesscale.explain(loss) shows those of a loss.")
+        rows: list[Sequence[str]] = [(op.name, op.summary) for op in members]
+        print_table(console, Table(family, family.replace("_", " "), ("operator", "rule"), rows))
+    console.print(f"{count(len(wanted), 'operator')}. hesscale.explain(loss) shows those of a loss.")
 
 
 def bench(**given: Any) -> None:
@@ -70,43 +116,47 @@ def bench(**given: Any) -> None:
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     for table in tables(record) if record is not None else ():
-        console.print(as_rich_table(table))
+        print_table(console, table)
 
 
 bench.__signature__ = inspect.Signature(options_of(Settings))  # type: ignore[attr-defined]
 bench.__annotations__ = {}
-app.command()(bench)
-
 EXPERIMENTS = experiments()
 for experiment in EXPERIMENTS.values():
-    app.command(experiment.name)(command_of(experiment))
-app.command("sweep")(sweep_command(EXPERIMENTS))
+    examples = [f"{experiment.name} --preset smoke", *(f"{experiment.name} {options}" for options in experiment.examples)]
+    command(EXPERIMENT, *examples, name=experiment.name)(command_of(experiment))
+command(EXPERIMENT, "sweep quality --over step_size=0.1,0.01 --over seeds=2,4", name="sweep")(sweep_command(EXPERIMENTS))
+command(EXPERIMENT, "bench --quick", "bench --only mlp-64 --methods adam,adahesscale")(bench)
 
 
-@app.command()
+@command(RUN, "runs", "runs rl optimizer=adam seed=0", "runs failed", "runs 3f2a", "runs --json rl")
 def runs(
-    only: Annotated[str, typer.Argument(help="show only runs of this experiment")] = "*",
+    filters: Annotated[
+        list[str] | None, typer.Argument(help="an experiment, a status, setting=value, or the beginning of a run's id")
+    ] = None,
     where: Annotated[Path, typer.Option("--runs", help="folder of runs")] = RUNS,
+    is_json: Annotated[bool, typer.Option("--json", help="print everything that is recorded, as JSON")] = False,
 ) -> None:
-    """List runs with their settings, their progress and their errors."""
-    if only != "*" and only not in EXPERIMENTS:
-        raise typer.BadParameter(f"{only!r} is not one of {', '.join(EXPERIMENTS)}")
-    records = Store(where).records(only)
+    """List runs, one per line, with the settings that differ; of a single run, list all settings."""
+    console = Console(soft_wrap=True)
+    records = Store(as_folder(where, "--runs")).records()
     if not records:
-        raise typer.BadParameter(f"there are no such runs below {where}; an experiment makes some, such as hesscale quality")
-    columns = ("experiment", "task", "status", "progress", "started (UTC)", "directory")
-    table = Table(*[Column(name, overflow="fold") for name in columns])
-    for record in records:
-        facts = record.facts
-        task = " ".join(f"{name}={value}" for name, value in facts.get("task", {}).items())
-        progress = f"{facts['done']} / {facts['total']}" if "total" in facts else ""
-        status = record.status + (f": {record.problem or facts.get('error')}" if record.status in ("failed", "damaged") else "")
-        cells = facts.get("experiment", "?"), task, status, progress, facts.get("started", ""), record.directory.name
-        table.add_row(*(cell.replace("[", r"\[") for cell in cells))
-    Console().print(table)
+        raise typer.BadParameter(f"there are no runs below {where}; an experiment makes some, such as hesscale quality")
+    try:
+        found = select(records, list(EXPERIMENTS), filters or [])
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    if is_json:
+        text = [as_json(found)]
+    elif len(found) == 1:
+        text = list(details(found[0]))
+    else:
+        text = list(lines(found, console.width if console.is_terminal else None))
+    for line in text:
+        console.print(line, highlight=False, markup=False)
 
 
-@app.command()
+@command(RUN, "report", "report rl --out /tmp/report", "report supervised --beside results/supervised")
 def report(
     names: Annotated[list[str] | None, typer.Argument(help="experiments to show; all that were run by default")] = None,
     where: Annotated[Path, typer.Option("--runs", help="folder of runs")] = RUNS,
@@ -124,32 +174,17 @@ def report(
         if again is not None:
             if names or everything or beside is not None:
                 raise ValueError("--again shows what that report showed; leave out experiments, --all and --beside")
-            path = report_again(again.expanduser(), out.expanduser(), page)
+            path = report_again(again.expanduser(), as_folder(out, "--out"), page)
         else:
             earlier = beside and beside.expanduser()
-            path = write(Store(where.expanduser()), names or [], out.expanduser(), page, everything, earlier)
+            store = Store(as_folder(where, "--runs"))
+            path = write(store, names or [], as_folder(out, "--out"), page, everything, earlier)
     except (ValueError, DamagedRun) as error:
         raise typer.BadParameter(str(error)) from None
     Console().print(f"wrote {path}", highlight=False, soft_wrap=True)
 
 
-@app.command()
-def demo(
-    where: Annotated[Path, typer.Option("--runs", help="folder of runs")] = RUNS,
-    out: Annotated[Path, typer.Option("--out", help="folder for the page")] = Path("out/report"),
-) -> None:
-    """Run quality and supervised at a small size, and write their report; this takes two minutes."""
-    started = time.perf_counter()
-    names = ["quality", "supervised"]
-    for name in names:
-        settings = settings_of(EXPERIMENTS[name], "small", {})
-        tasks = tasks_of(EXPERIMENTS[name], [settings])
-        run_experiment(EXPERIMENTS[name], tasks, RunOptions(runs=where), command_text(name, "small", {}), settings)
-    Console().print(f"Took {time.perf_counter() - started:.0f} s. Open the page in a browser:", highlight=False)
-    report(names, where, out)
-
-
-@app.command()
+@command(START, "data mnist", "data cifar100 --data DATA")
 def data(
     name: Annotated[str, typer.Argument(help=f"one of {', '.join(names())}")],
     root: Annotated[Path | None, typer.Option("--data", help="folder of data sets, in place of HESSCALE_DATA or data/")] = None,
@@ -164,6 +199,7 @@ def data(
             progress.update(bars[file], completed=done, total=total)
 
         try:
+            root = root and as_folder(root, "--data")
             download(name, root, draw)
             found = load(name, root)
         except DataError as error:
@@ -171,9 +207,11 @@ def data(
     Console().print(f"{found.title}: {len(found.train_labels)} images to train on, {len(found.test_labels)} to test")
 
 
-@app.command("rl-eval")
+@command(RUN, "rl-eval --last", "rl-eval 3f2a --episodes 20 --video agent.mp4", name="rl-eval")
 def rl_eval(
-    checkpoint: Annotated[Path, typer.Argument(help="folder of a run of hesscale rl, or its policy.pt or checkpoint.pt")],
+    run: Annotated[str, typer.Argument(help="the beginning of a run's id, or its folder, or a policy.pt or checkpoint.pt")] = "",
+    last: Annotated[bool, typer.Option("--last", help="the agent whose run began last")] = False,
+    where: Annotated[Path, typer.Option("--runs", help="folder of runs")] = RUNS,
     episodes: Annotated[int, typer.Option("--episodes", min=1, help="number of episodes")] = 10,
     seed: Annotated[int, typer.Option("--seed", min=0, help="seed of the first episode; each further one has the next seed")] = 0,
     deterministic: Annotated[
@@ -187,8 +225,13 @@ def rl_eval(
     from .rl.evaluate import evaluate, film, load_policy
 
     console = Console()
+    if bool(run) == last:
+        raise typer.BadParameter("name a run, or pass --last; hesscale runs rl lists the runs")
     try:
-        policy = load_policy(checkpoint)
+        path = Path(run).expanduser()
+        if last or not path.exists():
+            path = run_of(Store(as_folder(where, "--runs")), run, last, POLICIES)
+        policy = load_policy(path)
         if video is not None:
             with console.status("filming an episode"):
                 film(policy, video, 1, seed, deterministic=deterministic)
@@ -199,18 +242,17 @@ def rl_eval(
         raise typer.BadParameter(str(error)) from None
     config = policy.config
     title = f"{config.algo.upper()} with {AGENT_OPTIMIZERS[config.optimizer].label} on {config.env}, after {policy.steps:,} steps"
-    table = Table("seed", Column("return", justify="right"), Column("length", justify="right"), title=title, min_width=len(title))
-    for k, episode in enumerate(found, start=seed):
-        table.add_row(str(k), f"{episode.total:.2f}", str(episode.length))
-    table.add_section()
-    totals, lengths = [episode.total for episode in found], [float(episode.length) for episode in found]
-    table.add_row("mean", summary(totals).text(".2f"), summary(lengths).text(".1f"))
-    console.print(table)
+    rows: list[Sequence[str]] = [(str(seed + k), f"{each.total:.2f}", str(each.length)) for k, each in enumerate(found)]
+    totals, lengths = [each.total for each in found], [float(each.length) for each in found]
+    rows.append(("mean", summary(totals).text(".2f"), summary(lengths).text(".1f")))
+    print_table(console, Table("episodes", title, ("seed", "return", "length"), rows))
 
 
-@app.command()
+@command(START, "explain my_module:loss")
 def explain(
-    factory: Annotated[str, typer.Argument(help="module:function, where the function takes no arguments and returns a loss")],
+    factory: Annotated[
+        str, typer.Argument(help="module:function; the function has no arguments and returns a loss, or a loss and its model")
+    ],
 ) -> None:
     """Show what hesscale does with a loss, operator by operator."""
     module, colon, name = factory.partition(":")
@@ -219,16 +261,48 @@ def explain(
     sys.path.insert(0, "")
     try:
         made = getattr(importlib.import_module(module), name)
-        explanation = hesscale.explain(made())
+        result = made()
+        loss, model = result if isinstance(result, tuple) else (result, None)
+        explanation = hesscale.explain(loss, model=model)
     except Exception as error:  # whatever is wrong with it
         raise typer.BadParameter(f"{type(error).__name__}: {error}") from None
     print(explanation)
 
 
+@app.command("inspect")
+def inspect_curvature(
+    factory: Annotated[
+        str,
+        typer.Argument(help="module:function that returns (model, loader, loss_fn); by default, a network for digits"),
+    ] = "",
+    steps: Annotated[
+        int | None, typer.Option("--steps", min=0, help="train for so many steps and inspect again; 300 for digits, else 0")
+    ] = None,
+    lr: Annotated[float, typer.Option("--lr", help="step size of AdaHesScale")] = 1e-3,
+    method: Annotated[str, typer.Option("--method", help="estimator of the diagonal")] = "hesscale",
+    num_samples: Annotated[int, typer.Option("--num-samples", min=0, help="random draws per batch for the comparison")] = 1,
+    max_batches: Annotated[int | None, typer.Option("--max-batches", min=1, help="read no more batches")] = None,
+    out: Annotated[Path, typer.Option("--out", help="folder for the page")] = Path("out/inspect"),
+) -> None:
+    """Show curvature parameter by parameter, before and after training, and write it to a page."""
+    from .inspection import inspect_and_write
+
+    if steps is None:
+        steps = 0 if factory else 300
+    options: dict[str, Any] = {"steps": steps, "step_size": lr, "method": method}
+    try:
+        reports = inspect_and_write(factory, out.expanduser(), **options, num_samples=num_samples, max_batches=max_batches)
+    except Exception as error:  # whatever is wrong with it
+        raise typer.BadParameter(f"{type(error).__name__}: {error}") from None
+    for name, report in reports.items():
+        print(f"{name}\n\n{report}\n")
+    Console().print(f"wrote {out / 'index.html'}", highlight=False, soft_wrap=True)
+
+
 def main() -> None:
     """Run the command line."""
     try:
-        app()
+        app(prog_name="hesscale")
     except (DamagedRun, OSError, ModuleNotFoundError) as error:
         Console(stderr=True).print(f"[red]{type(error).__name__}[/] {escaped(str(error))}", highlight=False)
         raise SystemExit(1) from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,10 +20,11 @@ from .batches import Batch, collect, is_initialization, prepare_curvature
 from .bounds import LONG_ENTRY, SAFE_DAMPING, SAFE_GRAFT, WATCHED_STEPS
 from .checkpoints import complete_loaded_state, picklable_attributes, upgrade_pickle
 from .derivatives import DerivativeOptimizer, is_profiled
-from .nonfinite import NonFiniteCheck, is_capturing
+from .nonfinite import NonFiniteCheck, is_capturing, nonfinite_parameters
 from .options import check_count, check_group, check_trust_region
 from .packing import Packing
 from .scalars import is_on_host
+from .signatures import full_signature
 from .update import Quotient, apply_update, longest_entry, regularize, update_averages, update_quotient
 
 
@@ -52,7 +54,8 @@ class CurvatureOptimizer(DerivativeOptimizer):
             gradients, one more tensor per parameter. None for updates of any length.
         curvature_dtype: compute the curvature's matrix products and convolutions in this dtype, as in :func:`hesscale.backward`.
         on_nonfinite: a step with a non-finite gradient or curvature never changes weights or averages. ``"raise"`` also raises
-            :class:`hesscale.NonFiniteError`: at once on a CPU, at a later step on CUDA, without waiting for the device.
+            :class:`hesscale.NonFiniteError`: at once on a CPU, with the names of the parameters if the optimizer was made from
+            ``model.named_parameters()``; at a later step on CUDA, without waiting for the device.
             ``"skip"`` only counts it in ``nonfinite_steps``.
         maximize: maximize the loss instead of minimizing it.
         foreach: update all parameters in a few calls (the default), or one by one with False.
@@ -122,6 +125,11 @@ class CurvatureOptimizer(DerivativeOptimizer):
         self.nonfinite_check = NonFiniteCheck(on_nonfinite, self.counters)
         self._packing = Packing()
         super().__init__(params, defaults)
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__init__" in cls.__dict__:
+            cls.__signature__ = full_signature(cls)  # type: ignore[attr-defined]
 
     # --- groups and saved state ---
 
@@ -204,7 +212,8 @@ class CurvatureOptimizer(DerivativeOptimizer):
         prepare_curvature(self, batches)  # of the unscaled curvature: this need not be linear
         derivatives = [t for batch in batches for t in (*batch.gradients, *batch.curvatures)]
         meshes = dict.fromkeys([batch.mesh for batch in batches if batch.mesh is not None])  # in the same order everywhere
-        mask = self.nonfinite_check.check(derivatives, getattr(self, "found_inf", None), meshes)
+        where = partial(nonfinite_parameters, self.param_groups)
+        mask = self.nonfinite_check.check(derivatives, getattr(self, "found_inf", None), meshes, where)
         if mask is not None and is_on_host(mask):
             return False
         self.nonfinite_check.warn_if_zero([t for batch in batches for t in batch.curvatures], meshes)

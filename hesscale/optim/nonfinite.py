@@ -5,18 +5,19 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..distributed.shards import holds_everywhere
+from ..distributed.shards import holds_everywhere, local_parts
 from ..errors import CurvatureWarning, NonFiniteError
 from .scalars import counter, is_on_host
 
 CHOICES = ("raise", "skip")
+MAX_NAMES = 3  # of parameters in an error
 CHECK_INTERVAL = 32  # compiled steps on a GPU between two copies of the count to the host
 
 
@@ -44,11 +45,18 @@ class NonFiniteCheck:
         renamed = {EARLIER_NAMES.get(name, name): value for name, value in state.items()}
         self.__dict__.update({"has_silent_steps": False, **renamed})
 
-    def check(self, tensors: Sequence[Tensor], found_inf: Tensor | None, meshes: Collection[Any] = ()) -> Tensor | None:
+    def check(
+        self,
+        tensors: Sequence[Tensor],
+        found_inf: Tensor | None,
+        meshes: Collection[Any] = (),
+        where: Callable[[], str] = str,
+    ) -> Tensor | None:
         """Count the step if a number is not finite, and report it as ``on_nonfinite`` says.
 
         Tensors are shards of DTensors on ``meshes``: a step is skipped in all processes if a number of one is not finite.
         A gradient scaler sets ``found_inf``. The overflows that it has found are masked, but neither counted nor reported.
+        ``where`` names the parameters, for the error.
 
         Returns:
             None if the host knows that all numbers are finite; otherwise a mask, 1 for a step that counts and 0 for one that
@@ -70,16 +78,16 @@ class NonFiniteCheck:
         if is_on_host(finite) and bool(mask):
             return None
         nonfinite += bad
-        self.report_count()
+        self.report_count(where)
         return mask.to(torch.float32)
 
-    def report_count(self) -> None:
+    def report_count(self, where: Callable[[], str] = str) -> None:
         """Report new non-finite steps: now on a CPU; on a GPU, start a copy of their count to the host."""
         count = self.counters["nonfinite"]
         if torch.compiler.is_compiling():
             return
         if count.device.type == "cpu":
-            self.raise_if_new(int(count), "")
+            self.raise_if_new(int(count), "", where)
         elif self.on_nonfinite == "raise" and self.pending_copy is None and not is_capturing():
             event = torch.cuda.Event()
             host = count.to("cpu", non_blocking=True)
@@ -140,12 +148,13 @@ class NonFiniteCheck:
             self.on_nonfinite = before
             self.note_silent_step()
 
-    def raise_if_new(self, count: int, when: str) -> None:
+    def raise_if_new(self, count: int, when: str, where: Callable[[], str] = str) -> None:
         is_new, self.reported_count = count > self.reported_count, count
         if is_new and self.on_nonfinite == "raise":
             raise NonFiniteError(
-                f"{when}a gradient or Hessian diagonal, or its square, is not finite. The step was skipped; weights and averages "
-                "have not changed. Lower the step size, set trust_radius, or pass on_nonfinite='skip' to skip without an error"
+                f"{when}a gradient or Hessian diagonal, or its square, is not finite{where()}. The step was skipped; weights and "
+                "averages have not changed. Lower the step size, set trust_radius, or pass on_nonfinite='skip' to skip without "
+                "an error"
             )
 
     def warn_if_zero(self, curvatures: Sequence[Tensor], meshes: Collection[Any] = ()) -> None:
@@ -183,6 +192,24 @@ def is_finite_on_host(tensors: Sequence[Tensor]) -> bool:
         for tensor in tensors
         for flat in (tensor.reshape(-1),)
     )
+
+
+def nonfinite_parameters(groups: Sequence[dict[str, Any]]) -> str:
+    """The parameters with a non-finite number, by the names that the optimizer was given, or by group and position."""
+    found = []
+    for index, group in enumerate(groups):
+        names = group.get("param_names") or [f"parameter {i} of group {index}" for i in range(len(group["params"]))]
+        for name, p in zip(names, group["params"], strict=True):
+            values = {what: getattr(p, what, None) for what in ("grad", "hess_diag")}
+            bad = [what for what, value in values.items() if value is not None and not is_finite(local_parts_of(value))]
+            if bad:
+                found.append(f"{' and '.join(bad)} of {name}")
+    more = f", and {len(found) - MAX_NAMES} more" if len(found) > MAX_NAMES else ""
+    return f" ({', '.join(found[:MAX_NAMES])}{more})" if found else ""
+
+
+def local_parts_of(value: Any) -> list[Tensor]:
+    return local_parts([value]) if hasattr(value, "to_local") else [value]
 
 
 def is_true_everywhere(meshes: Collection[Any], is_true: bool, device: torch.device) -> bool:

@@ -24,28 +24,42 @@ from .scalars import counter_dtype, materialize
 from .update import Quotient
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing_extensions import Self, Unpack
+
+    from .signatures import CurvatureOptions, SampledOptions, SharedOptions
 
 
 class BoundedOptimizer(CurvatureOptimizer):
     """Optimizers whose updates are bounded by default.
 
     Args:
-        damping, graft, args, options: as in :class:`CurvatureOptimizer`.
+        lr, betas, eps, weight_decay, damping, graft, options: as in :class:`CurvatureOptimizer`.
     """
 
     def __init__(
         self,
         params: Any,
-        *args: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
         damping: float = SAFE_DAMPING,
         graft: tuple[float, float] | None = SAFE_GRAFT,
-        **options: Any,
+        **options: Unpack[SharedOptions],
     ) -> None:
-        super().__init__(params, *args, damping=damping, graft=graft, **options)
+        super().__init__(params, lr, betas, eps, weight_decay, damping=damping, graft=graft, **options)
 
     @classmethod
-    def paper(cls, params: Any, *args: Any, **options: Any) -> Self:
+    def paper(
+        cls,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        **options: Any,
+    ) -> Self:
         """Exactly the paper's Algorithm 2, without bounds on the update; with ``trust_radius``, Algorithm 3.
 
         Example:
@@ -57,7 +71,7 @@ class BoundedOptimizer(CurvatureOptimizer):
             >>> w.detach()
             tensor([ 2.7000, -1.8000])
         """
-        return cls(params, *args, **NEUTRAL, **options)
+        return cls(params, lr, betas, eps, weight_decay, **NEUTRAL, **options)
 
 
 class AdaHesScale(BoundedOptimizer):
@@ -86,7 +100,7 @@ class AdaHesScaleGN(BoundedOptimizer):
             HesScaleGN leaves out. The diagonal of each parameter tensor is then multiplied by one number, so that its sum is
             right on average. It costs two more backward passes at these steps. None for no calibration.
         generator: where the draws come from; None for torch's default generator.
-        args, options: as in :class:`AdaHesScale`.
+        lr, betas, eps, weight_decay, options: as in :class:`AdaHesScale`.
     """
 
     method = "hesscale_gn"
@@ -96,15 +110,19 @@ class AdaHesScaleGN(BoundedOptimizer):
     def __init__(
         self,
         params: Any,
-        *args: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
         calibrate_every: int | None = None,
         generator: torch.Generator | None = None,
-        **options: Any,
+        **options: Unpack[CurvatureOptions],
     ) -> None:
         if calibrate_every is not None:
             check_count("calibrate_every", calibrate_every, minimum=1)
         self.calibrate_every, self.generator = calibrate_every, generator
-        super().__init__(params, *args, **options)
+        super().__init__(params, lr, betas, eps, weight_decay, **options)
         if self.period % self.curvature_every:
             raise ValueError(f"{calibrate_every=} must be a multiple of curvature_every={self.curvature_every}")
 
@@ -196,16 +214,26 @@ class Sampled(CurvatureOptimizer):
     Args:
         num_samples: draws per step, whose mean is used.
         generator: where the draws come from; None for torch's default generator.
-        args, options: as in :class:`CurvatureOptimizer`.
+        lr, betas, eps, weight_decay, options: as in :class:`CurvatureOptimizer`.
     """
 
     draws_signs: ClassVar[bool] = False  # whether it draws signs for parameters, the same in all processes, or at the outputs
 
-    def __init__(self, params: Any, *args: Any, num_samples: int = 1, generator: torch.Generator | None = None, **options: Any):
-        if num_samples < 1:
-            raise ValueError(f"num_samples={num_samples!r} is out of range")
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        num_samples: int = 1,
+        generator: torch.Generator | None = None,
+        **options: Unpack[CurvatureOptions],
+    ) -> None:
+        check_count("num_samples", num_samples, minimum=1)
         self.num_samples, self.generator = num_samples, generator
-        super().__init__(params, *args, **options)
+        super().__init__(params, lr, betas, eps, weight_decay, **options)
 
     def fill_curvature(self, loss: Tensor, *, retain_graph: bool = False, scale: Tensor | None = None, **options: Any) -> None:
         check_loss(loss)
@@ -236,15 +264,26 @@ class AdaHessian(Sampled):
     """:class:`AdaHesScale` with Hutchinson's estimate z∘Hz of the diagonal in V, as in the paper.
 
     Args:
+        lr, betas, eps, weight_decay, options: as in :class:`CurvatureOptimizer`.
         spatial_average: average |z∘Hz| over the spatial dimensions of a convolution's kernel.
     """
 
     method = "hutchinson"
     draws_signs = True
 
-    def __init__(self, params: Any, *args: Any, spatial_average: bool = False, **options: Any):
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        spatial_average: bool = False,
+        **options: Unpack[SampledOptions],
+    ) -> None:
         self.spatial_average = spatial_average
-        super().__init__(params, *args, **options)
+        super().__init__(params, lr, betas, eps, weight_decay, **options)
 
     def prepare(self, curvature: Tensor, p: Tensor) -> Tensor:
         if not self.spatial_average or curvature.dim() < 3:
@@ -257,15 +296,26 @@ class GGNMC(Sampled):
     """:class:`AdaHesScale` with a Monte-Carlo estimate of the Gauss-Newton diagonal in V.
 
     Args:
+        lr, betas, eps, weight_decay, options: as in :class:`CurvatureOptimizer`.
         per_sample: square the draw of each sample separately, as the paper does. By default, the draw of the whole batch is
             squared. That works for every model, but some entries are close to zero by chance.
     """
 
     method = "ggn_mc"
 
-    def __init__(self, params: Any, *args: Any, per_sample: bool = False, **options: Any):
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        per_sample: bool = False,
+        **options: Unpack[SampledOptions],
+    ) -> None:
         self.per_sample = per_sample
-        super().__init__(params, *args, **options)
+        super().__init__(params, lr, betas, eps, weight_decay, **options)
 
     @property
     def estimator(self) -> str:
@@ -306,8 +356,8 @@ class SophiaG(GGNMC):
     ) -> None:
         if unknown := options.keys() - SOPHIA_OPTIONS:
             raise TypeError(f"SophiaG takes no option {', '.join(sorted(unknown))}")
-        check_range("rho", rho, rho > 0)
-        check_range("eps", eps, eps > 0)
+        check_range("rho", rho, rho > 0, "positive")
+        check_range("eps", eps, eps > 0, "positive")
         self.rho = rho
         options = {"decoupled_weight_decay": True, "curvature_every": curvature_every, **options}
         super().__init__(params, lr, betas, eps, weight_decay, **options)

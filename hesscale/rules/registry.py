@@ -284,7 +284,7 @@ def summary_of(function: Callable[..., Any]) -> str:
 
 
 def register_rule(*names: str, **facts: Any) -> Callable[[F], F]:
-    """Teach hesscale an operator: ``function(node, g, s) -> shares`` for autograd nodes of these names.
+    """Register a curvature rule, ``function(node, g, s) -> shares``, for autograd nodes of these names.
 
     g is the gradient and s the Hessian diagonal at the operator's output; None stands for zero, and neither may be written into.
     The share of an input is Σ_k s_k (∂y_k/∂x)² + Σ_k g_k ∂²y_k/∂x². Replaces an existing rule of that name. A custom
@@ -292,7 +292,7 @@ def register_rule(*names: str, **facts: Any) -> Callable[[F], F]:
 
     Args:
         names: autograd's names, as in ``y.grad_fn.name()``.
-        facts: what is known of the operator's structure, see :class:`hesscale.rules.Rule`; the worst by default.
+        facts: what is known of the operator's structure, see :class:`hesscale.rules.Rule`. The defaults assume the worst case.
 
     Example:
         >>> import torch, hesscale

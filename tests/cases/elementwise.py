@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, special
 
-from .table import NEW_TORCH, between, case, exactly, positive
+from .table import between, case, exactly, positive
 
 
 def constant(like: Tensor) -> Tensor:
@@ -130,7 +130,7 @@ OF_TWO = {
     "fmin": torch.fmin,
     "clamp_min": torch.clamp_min,
     "clamp_max": torch.clamp_max,
-    **({"nextafter": torch.nextafter} if NEW_TORCH else {}),
+    **({"nextafter": torch.nextafter} if torch.__version__ >= "2.13" else {}),  # it has no derivative before
 }
 for name, function in OF_TWO.items():
     case(name, function, positive(3, 4), positive(3, 4))

@@ -140,7 +140,7 @@ def mean_of_parts(model, tensors, rank, count=2, sizes=None):
 # ways to train: each runs in two processes with rank 0 or 1, and in one with rank None
 
 
-def trained(rank, name, how="optimizer", kind=hesscale.AdaHesScale, ddp=None, **options):
+def trained(rank, name, how="optimizer", kind=hesscale.AdaHesScale, ddp=None, count=2, **options):
     make, shape = MODELS[name]
     model = build(make, rank, **(ddp or {}))
     optimizer = kind(model.parameters(), lr=0.01, trust_radius=0.05, **options)
@@ -151,7 +151,7 @@ def trained(rank, name, how="optimizer", kind=hesscale.AdaHesScale, ddp=None, **
             take(*part(batch(shape, step), rank))
         return recorded(model, optimizer)
     for step in range(STEPS):
-        loss = mean_of_parts(model, batch(shape, step), rank)  # batch norm treats each part alone
+        loss = mean_of_parts(model, batch(shape, step), rank, count)  # batch norm treats each part alone
         if how == "optimizer":
             optimizer.backward(loss)
         elif how == "backward":
@@ -411,6 +411,35 @@ def signs(rank):
     return drawn
 
 
+DRAWS = 200
+
+
+def drawn(rank, kind):
+    """Averaged random estimates of one diagonal."""
+    model = build(perceptron, rank)
+    torch.manual_seed(rank)
+    optimizer = kind(model.parameters())
+    found = []
+    for _ in range(DRAWS):
+        optimizer.backward(loss_of(model, *part(batch((4,), 0), rank)))
+        found.append(torch.cat([p.hess_diag.flatten() for p in model.parameters()]))
+        optimizer.zero_grad()
+    return torch.stack(found)
+
+
+def pairs(rank):
+    """Two models in two processes each."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])] if rank is not None else []
+    found = []
+    for pair in (0, 1) if rank is None else [rank // 2]:
+        model = build(perceptron, rank, **({"process_group": groups[pair], **TINY} if groups else {}))
+        for step in range(3):
+            model.zero_grad()
+            hesscale.backward(loss_of(model, *part(batch((4,), 10 * pair + step), rank and rank % 2)))
+        found.append([(p.grad, p.hess_diag) for p in model.parameters()])
+    return found
+
+
 def scaled(rank, unscale=False):
     """A gradient scaler whose factor is divided out of what is averaged."""
     model = build(perceptron, rank)
@@ -486,6 +515,8 @@ OTHERS = {
     "changed meanwhile": (changed_meanwhile, (), {}),
     "left out": (left_out, (), {}),
     "signs": (signs, (), {}),
+    "AdaHessian": (drawn, (hesscale.AdaHessian,), {}),
+    "GGN-MC": (drawn, (hesscale.GGNMC,), {}),
     "by hand": (averaged_by_hand, (), {}),
     "refusals": (refusals, (), {}),
 }
@@ -565,6 +596,15 @@ def test_signs_are_shared_and_samples_are_not(ranks):
     assert any(not torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+@pytest.mark.parametrize(("name", "estimator"), [("AdaHessian", "exact"), ("GGN-MC", "ggn")])
+def test_the_mean_of_random_estimates_is_that_of_the_whole_batch(name, estimator, ranks, alone):
+    model = build(perceptron, None)
+    exact = hesscale.estimators.estimate(estimator, loss_of(model, *batch((4,), 0)), list(model.parameters()))
+    found = ranks[0][name]
+    error = found.mean(0) - torch.cat([diagonal.flatten() for diagonal in exact])
+    assert (error.abs() < 5 * found.std(0) / DRAWS**0.5 + 1e-9).all()
+
+
 def test_what_does_not_average_is_refused_before_anything_changes(ranks):
     for rank in ranks:
         for name, (said, changed) in rank["refusals"].items():
@@ -601,10 +641,61 @@ def test_the_mean_over_one_process_changes_nothing(kind, ddp, monkeypatch):
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
 
 
-def torchrun(script, *arguments):
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
+FOUR = {
+    **{name: (trained, (name,), {"count": 4}) for name in MODELS},
+    "small buckets": (trained, ("GPT",), {"ddp": TINY, "count": 4}),
+    "pairs": (pairs, (), {}),
+}
+
+
+def four_cases(rank):
+    return {name: function(rank, *args, **options) for name, (function, args, options) in FOUR.items()}
+
+
+@pytest.mark.slow
+def test_four_processes_train_like_one():
+    before = torch.get_default_dtype()
+    ranks = run(four_cases, world_size=4)
+    for name, (function, args, options) in FOUR.items():
+        expected = function(None, *args, **{key: value for key, value in options.items() if key != "ddp"})
+        for index, rank in enumerate(ranks):
+            wanted = expected[index // 2 : index // 2 + 1] if name == "pairs" else expected
+            torch.testing.assert_close(rank[name], wanted, rtol=1e-9, atol=1e-12, msg=lambda said: f"{name}: {said}")  # noqa: B023
+    torch.set_default_dtype(before)
+
+
+ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+
+
+@pytest.mark.slow
+def test_the_others_stop_when_a_process_is_killed(tmp_path):
+    command = [sys.executable, str(Path(__file__).parent / "killed.py"), str(tmp_path), "5", "3"]
+    started = [
+        subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT | {"RANK": str(rank)}) for rank in (0, 1)
+    ]
+    _, said = started[0].communicate(timeout=120)
+    started[1].wait(timeout=120)
+    assert started[0].returncode == 1
+    assert started[1].returncode == -9
+    assert "RuntimeError" in said
+    assert "by peer" in said  # gloo says that the connection was closed or reset by peer
+
+
+@pytest.mark.slow
+def test_a_killed_run_ends_with_the_same_numbers(tmp_path):
+    ends = []
+    for name, killed in (("whole", []), ("killed", ["3"])):
+        folder = tmp_path / name
+        folder.mkdir()
+        torchrun(Path(__file__).parent / "killed.py", str(folder), "6", *killed, options=["--max-restarts", "1"])
+        ends.append(torch.load(folder / "end"))
+    assert [end["begun"] for end in ends] == [0, 3]
+    torch.testing.assert_close(ends[1]["found"], ends[0]["found"], rtol=0, atol=0)
+
+
+def torchrun(script, *arguments, options=()):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *options, str(script)]
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, env=ENVIRONMENT, timeout=240)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

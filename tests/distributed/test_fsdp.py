@@ -18,6 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor, Shard
 
 import hesscale
+from hesscale.distributed import fully_sharded
 
 
 class Tied(nn.Module):
@@ -38,13 +39,15 @@ MODELS = {"perceptron": (perceptron, (4,)), "convolutional": (convolutional, (1,
 LAYERS = (nn.Linear, nn.LayerNorm, nn.Embedding)
 
 
-def build(make, rank, *, layers=True, **options):
+def build(make, rank, *, layers=True, replicas=None, **options):
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     model = make()
     if rank is None:
         return model
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    if replicas is not None:
+        mesh = init_device_mesh("cpu", (replicas, dist.get_world_size() // replicas), mesh_dim_names=("replicas", "shards"))
     for module in list(model.modules()) if layers and make is not Tied else []:
         if isinstance(module, LAYERS):
             fully_shard(module, mesh=mesh, **options)
@@ -152,6 +155,20 @@ def unused(rank):
     return {name: whole(p.detach()) for name, p in model.named_parameters()}
 
 
+def reduced_early(rank):
+    """The events of a pass in order: a gradient of the first module, and the diagonals of a module sent."""
+    model, events = build(GPT, rank), []
+    send = fully_sharded.REDUCE_SCATTER
+    model.first_norm.register_full_backward_hook(lambda *_: events.append("first module"))
+    loss = loss_of(model, *mine(batch(None, 0), rank))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            fully_sharded, "REDUCE_SCATTER", lambda *args, **options: (events.append("sent"), send(*args, **options))[1]
+        )
+        hesscale.backward(loss)
+    return events
+
+
 def divided(rank):
     """A divisor of one's own: gradients and diagonals of the sum of the losses."""
     model = build(perceptron, rank)
@@ -223,6 +240,8 @@ EQUAL = {
     "root alone": (trained, ("GPT",), {"fsdp": {"layers": False}}),
     "root alone, resharded": (trained, ("perceptron",), {"fsdp": {"layers": False, "reshard_after_forward": True}}),
     "resharded": (trained, ("GPT",), {"fsdp": {"reshard_after_forward": True}}),
+    "replicas": (trained, ("GPT",), {"fsdp": {"replicas": 2}, **TRUST}),
+    "replicas in a mesh of one": (trained, ("perceptron",), {"fsdp": {"replicas": 1}}),
     "hesscale.backward": (trained, ("perceptron", "backward"), {}),
     "capture": (trained, ("perceptron", "capture"), {}),
     "Gauss-Newton": (trained, ("GPT",), {"kind": hesscale.AdaHesScaleGN}),
@@ -235,7 +254,7 @@ EQUAL = {
     "divisor": (divided, (), {}),
     "not finite": (nonfinite, (), {}),
 }
-FOUR = ("GPT", "perceptron", "GPT, trust region", "accumulated")  # in four processes, some shards are empty
+FOUR = ("GPT", "perceptron", "replicas", "GPT, trust region", "accumulated")  # in four processes, some shards are empty
 
 
 def cases(rank, names):
@@ -298,14 +317,12 @@ def refusals(rank):
     calls = {"compile_step": compiling, "gradient scaler": scaling, "head='rules'": partial(hesscale.backward, entropy)}
     for name, call in calls.items():
         found[name] = refused(model, call)
-    settings = {
-        "HSDP": {"mesh": init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))},
-        "CPUOffloadPolicy": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
-    }
-    for name, options in settings.items():
-        model = fully_shard(perceptron(), **options)
-        loss = loss_of(model, x, y)
-        found[name] = refused(model, partial(hesscale.backward, loss))
+    offloaded = fully_shard(perceptron(), offload_policy=CPUOffloadPolicy(pin_memory=False))
+    replicated = build(perceptron, rank, replicas=2)
+    replicated.set_requires_all_reduce(False)
+    for name, model in {"CPUOffloadPolicy": offloaded, "set_requires_all_reduce": replicated}.items():
+        x = x.to(next(model.parameters()).dtype)
+        found[name] = refused(model, partial(hesscale.backward, loss_of(model, x, y)))
     return found
 
 
@@ -343,13 +360,15 @@ def by_columns(rank):
 
 
 def others(rank):
-    return refusals(rank), in_bfloat16(rank), by_columns(rank)
+    return refusals(rank), in_bfloat16(rank), by_columns(rank), reduced_early(rank)
 
 
 def test_other_settings_are_refused_or_right():
     before = torch.get_default_dtype()
     expected = by_columns(None)
-    for said, (found, mean), columns in run(others):
+    for said, (found, mean), columns, events in run(others):
+        assert events[:3] == ["sent"] * 3  # modules close to the loss, before the pass has reached the first
+        assert "first module" in events
         for name, (message, has_changed) in said.items():
             assert name in message, name
             assert not has_changed, name

@@ -103,12 +103,15 @@ def test_sharded_parameters_are_refused_before_anything_changes(world_size):
 
 
 def tensor_parallel(rank):
-    """What is said about a model in two parts that are spread over the processes, and about one that is wholly of DTensors."""
+    """What is said about a tensor-parallel model, about one that is wholly of DTensors, and about one that is sharded as well."""
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     parallel = parallelize_module(perceptron(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     whole = distribute_module(perceptron(), mesh)
-    found = []
-    for model, x in ((parallel, torch.randn(5, 3)), (whole, distribute_tensor(torch.randn(5, 3), mesh))):
+    meshes = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "tensor"))
+    both = parallelize_module(perceptron(), meshes["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(both, mesh=meshes["data"])
+    found, data = [], torch.randn(5, 3)
+    for model, x in ((parallel, data), (whole, distribute_tensor(data, mesh)), (both, data)):
         with pytest.raises(hesscale.UnsupportedOperator) as caught:
             hesscale.backward(model(x).square().mean(), fallback="exact")
         assert all(p.grad is None and getattr(p, "hess_diag", None) is None for p in model.parameters())
@@ -118,4 +121,5 @@ def tensor_parallel(rank):
 
 def test_tensor_parallel_models_are_refused():
     (found,) = run(tensor_parallel, world_size=1)
-    assert all("DTensor" in said for said in found)
+    assert all("DTensor" in said for said in found[:2])
+    assert "tensor parallelism" in found[2]

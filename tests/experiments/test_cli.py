@@ -15,7 +15,7 @@ from hesscale.experiments.lab import commands, report
 from hesscale.experiments.lab.sweep import Interrupted, run_tasks
 
 NAMES = tuple(cli.EXPERIMENTS)
-QUALITY = ("quality", "--preset=smoke", "--examples=1", "--networks=1")
+QUALITY = ("quality", "--preset=smoke", "--examples=1", "--seeds=1")
 SUPERVISED = ("supervised", "--preset=smoke", "--optimizer=adam@0.01", "--seeds=1", "--epochs=1", "--backend=eager")
 
 
@@ -70,7 +70,7 @@ def test_a_dry_run_says_how_much_work_it_is_and_does_none(invoke, tmp_path, name
     result = invoke(name, "--preset", preset, "--dry-run")
     assert result.exit_code == 0, result.output
     assert cli.EXPERIMENTS[name].work(cli.EXPERIMENTS[name].presets[preset]) in words_of(result)
-    assert "0 of them done before" in words_of(result)
+    assert "How long it takes is not known here" in words_of(result)
     assert not (tmp_path / "out").exists()
 
 
@@ -79,7 +79,7 @@ def test_an_experiment_runs_once_and_is_reported(invoke, tmp_path):
     assert first.exit_code == 0, first.output
     assert "HesScaleGN" in first.output
     again = invoke("quality", "--preset", "smoke", "--examples", "3")
-    assert "1 runs, 1 of them done before" in words_of(again)
+    assert "1 run in out/runs, 1 done before" in words_of(again)
     assert "finished" in invoke("runs").output
     assert "examples=3" in words_of(invoke("runs", "quality"))
     made = invoke("report", "--no-page", "--out", "page")
@@ -89,7 +89,7 @@ def test_an_experiment_runs_once_and_is_reported(invoke, tmp_path):
 
 
 def test_a_sweep_asks_for_every_combination(invoke):
-    over = ["--over", "step_size=0.1", "--over", "step-size=0.01", "--over", "networks=1,2"]
+    over = ["--over", "step_size=0.1", "--over", "step-size=0.01", "--over", "seeds=1,2"]
     result = invoke("sweep", "quality", "--preset", "smoke", *over, "--dry-run")
     assert result.exit_code == 0, result.output
     assert "4 runs" in words_of(result)
@@ -100,15 +100,18 @@ def test_a_sweep_asks_for_every_combination(invoke):
     [
         (["quality", "--preset", "huge"], "'huge' is not one of smoke, small, paper"),
         (["quality", "--dataset", "nothing"], "not 'nothing'"),
-        (["quality", "--networks", "0"], "networks must be at least 1, not 0"),
-        (["quality", "--networks", "many"], "--networks"),
+        (["quality", "--seeds", "0"], "seeds=0 must be at least 1"),
+        (["quality", "--seeds", "many"], "--seeds"),
         (["sweep", "nothing"], f"'nothing' is not one of {', '.join(NAMES)}"),
         (["sweep", "quality", "--over", "step_size"], "'step_size' is not of the form"),
         (["sweep", "quality", "--over", "speed=1"], "speed is not a setting"),
         (["sweep", "quality", "--over", "step_size=fast"], "'fast'"),
         (["quality", "--workers", "-1"], "-1 is negative"),
-        (["runs"], "there are no such runs below"),
-        (["runs", "nothing"], "'nothing' is not one of"),
+        (["runs"], "there are no runs below"),
+        (["runs", "--runs", __file__], "is a file, and a folder is needed"),
+        (["quality", "--data", __file__], "is a file, and a folder is needed"),
+        (["rl-eval"], "name a run, or pass --last"),
+        (["rl-eval", "3f"], "no run in out/runs has policy.pt"),
         (["report"], "hesscale"),
         (["report", "nothing"], "nothing"),
         (["data", "nothing"], "there is no data set 'nothing'"),
@@ -227,7 +230,7 @@ def test_a_loss_is_explained(invoke, tmp_path):
 @pytest.mark.usefixtures("no_processes", "no_figures")
 def test_the_demonstration_ends_with_the_page(invoke, monkeypatch, tmp_path):
     changes = {
-        "quality": {"networks": 1, "examples": 2},
+        "quality": {"seeds": 1, "examples": 2},
         "supervised": {"optimizer": "adam@0.01,adahesscale@0.01", "seeds": 1, "epochs": 1, "backend": "eager"},
     }
     tiny = {}
@@ -236,6 +239,7 @@ def test_the_demonstration_ends_with_the_page(invoke, monkeypatch, tmp_path):
         small = dataclasses.replace(experiment.presets["smoke"], **changed)
         tiny[name] = dataclasses.replace(experiment, presets={**experiment.presets, "small": small})
     monkeypatch.setattr(cli, "EXPERIMENTS", tiny)
+    monkeypatch.setattr(cli, "DEMO", {name: {} for name in tiny})
     result = invoke("demo")
     assert result.exit_code == 0, result.output
     assert "index.html" in words_of(result)

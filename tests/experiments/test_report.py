@@ -401,6 +401,15 @@ class TestAxes:
         assert 12 < found.high < 1e4
         assert found.notes == [f"Cut off {side} the axis: the band of BL89." for side in ("above", "below")]
 
+    def test_what_must_be_seen(self):
+        """Adam, which at large step sizes has the score of an untrained agent, stays in sight, and a run far below does not."""
+        series = [Series("Scaled Adam", [1, 2, 3], [0.9, 0.95, 0.95]), Series("Adam", [1, 2, 3], [0.9, 0.0, -0.1])]
+        plot = Plot("p", "", series, worse="down", kept=(0, 1))
+        assert lay_out(plot).low is None
+        plot.series.append(Series("SGD", [1, 2, 3], [0.5, -40, -50]))
+        assert -1.6 < lay_out(plot).low < -0.1
+        assert lay_out(plot).notes == ["Cut off below the axis: SGD (to −50)."]
+
     def test_beginnings(self):
         """Accuracies begin far below where they end."""
         y = np.array([0.1, *np.linspace(0.9, 0.95, 19)])

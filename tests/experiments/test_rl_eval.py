@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import shutil
 import subprocess
 
 import pytest
@@ -259,15 +260,32 @@ def test_the_command_shows_each_episode_and_their_mean(path):
     done = CliRunner().invoke(app, ["rl-eval", str(path), "--episodes", "3", "--seed", "4", "--sample"])
     assert done.exit_code == 0, done.output
     found = evaluate(load_policy(path), 3, 4, deterministic=False)
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in done.output.splitlines() if line.startswith("│")]
-    assert rows[:3] == [[str(k), f"{total:.2f}", str(length)] for k, (total, length) in enumerate(found, start=4)]
+    rows = [line.split(maxsplit=1) for line in done.output.splitlines() if line[:1].isdigit() or line.startswith("mean")]
+    assert [[k, *rest.split()] for k, rest in rows[:3]] == [
+        [str(k), f"{total:.2f}", str(length)] for k, (total, length) in enumerate(found, start=4)
+    ]
     totals = [total for total, _ in found]
-    assert rows[3][1] == f"{np.mean(totals):.2f} ± {np.std(totals, ddof=1) / math.sqrt(3):.2f}"
+    assert rows[3][1].startswith(f"{np.mean(totals):.2f} ± {np.std(totals, ddof=1) / math.sqrt(3):.2f} ")
     assert f"A2C with AdaHesScale on {TOY}, after 60 steps" in done.output
 
 
+def test_the_command_finds_a_run_by_the_beginning_of_its_id_or_as_the_last(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    store, names = Store("out/runs"), []
+    for seed in (0, 1):
+        with store.open("rl", {"seed": seed}) as run:
+            run.finish({})
+            shutil.copy(path, run.directory / "policy.pt")
+            names.append(run.directory.name)
+    for words in ([names[0]], [names[1][:6]], ["--last"]):
+        assert CliRunner().invoke(app, ["rl-eval", *words, "--episodes", "1"]).exit_code == 0
+    unknown = CliRunner().invoke(app, ["rl-eval", "zz"])
+    assert unknown.exit_code == 2
+    assert "zz is not a file or folder, and no run" in unknown.output
+
+
 @pytest.mark.parametrize(
-    ("arguments", "message"), [(["nowhere"], "nowhere is not there"), ([".", "--episodes", "0"], "--episodes")]
+    ("arguments", "message"), [(["nowhere"], "no run in out/runs has policy.pt"), ([".", "--episodes", "0"], "--episodes")]
 )
 def test_the_command_refuses_by_name(arguments, message):
     done = CliRunner().invoke(app, ["rl-eval", *arguments])

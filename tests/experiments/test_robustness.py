@@ -169,13 +169,13 @@ def test_findings_are_the_scores_over_step_sizes_and_what_diverged():
     more = [result("adam", 1e-1, seed, 200.0) for seed in (0, 1)] + [result("scaled-adam", 1e-1, seed, 150.0) for seed in (0, 1)]
     (section,) = robustness.sections([*some(), *more])
     first, *_, last = section.findings
-    texts = ["Scaled Adam scores 0.25 to 0.25 at step sizes 0.001 to 0.1", "Adam scores 0.00 to 1.00 at step sizes 0.001 to 0.1"]
-    assert first.text == f"PPO, Ant-v5: {'; '.join(texts)}."
-    assert (first.figure, last.text) == ("ppo-all", "PPO: 1 of 12 runs diverged: 1 of the 6 of Scaled Adam.")
+    texts = "0.25 to 0.25 for Scaled Adam and 0.00 to 1.00 for Adam"
+    assert first.text == f"PPO, scores on Ant-v5 at step sizes 0.001 to 0.1: {texts}."
+    assert (first.figure, last.text) == ("ppo-all", "PPO: 1 of 12 runs diverged: 1 of 6 with Scaled Adam.")
     (section,) = robustness.sections(some())  # two step sizes do not show a range
     share, _ = [finding.text for finding in section.findings]
-    best = "25 % (Scaled Adam at step size 0.001)"
-    assert share == f"PPO, Ant-v5: the best step size reaches {best} of the score of Adam at its best step size."
+    best = "25 % (Scaled Adam, step size 0.001)"
+    assert share == f"PPO: the best step size on Ant-v5 reaches {best} of the score of Adam at its best step size."
 
 
 def test_a_finding_compares_with_an_adam_that_is_tuned_in_each_environment():
@@ -186,9 +186,7 @@ def test_a_finding_compares_with_an_adam_that_is_tuned_in_each_environment():
         for seed in (0, 1)
     ]
     (section,) = robustness.sections(found)
-    expected = (
-        "one step size in all environments reaches 80 % (Scaled Adam at step size 0.001) of the score of an Adam that is tuned"
-    )
+    expected = "one step size for all 2 environments reaches 80 % (Scaled Adam, step size 0.001) of"
     assert expected in section.findings[0].text
 
 

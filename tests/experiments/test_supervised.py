@@ -473,9 +473,9 @@ def test_bf16(tmp_path):
         ({"optimizer": ""}, "no optimizer is asked for"),
         ({"step_size": "0.1;0.2"}, "a step size is a number, not '0.1;0.2'"),
         ({"step_size": "0.1,-1"}, "must be positive"),
-        ({"seeds": 0}, "must be positive"),
-        ({"epochs": -1}, "epochs and batch positive or 0"),
-        ({"l2": -1.0}, "l2=-1.0 or eps=1e-08 is out of range"),
+        ({"seeds": 0}, "seeds=0 must be at least 1"),
+        ({"epochs": -1}, "epochs=-1 must be at least 0"),
+        ({"l2": -1.0}, "l2=-1.0 must be 0 or positive"),
         ({"precision": "fp8"}, "precision='fp8' is not one of float32, tf32, bf16"),
         ({"padding": "same"}, "padding='same' is not one of deepobs, none"),
     ],
@@ -609,7 +609,7 @@ def test_findings_name_what_diverges_and_what_needs_no_tuning():
     robust, diverged, _ = row_of([*steady, *adam])[1].findings
     expected = "AdaHesScale comes within 2 percentage points of its best test accuracy at 3 of 3 step sizes, Adam at 1."
     assert (robust.text, robust.figure) == (expected, "step-sizes-test-accuracy")
-    assert diverged.text == "1 of 6 runs diverged: 1 of the 3 of Adam."
+    assert diverged.text == "1 of 6 runs diverged: 1 of 3 with Adam."
 
 
 def test_curves_are_one_figure_with_a_switch_for_each_of_split_and_axis():

@@ -58,7 +58,7 @@ def test_all_become_of_what_they_should(tmp_path, monkeypatch):
     }
     assert "in misbehave" in store.record("toy", raises).facts["traceback"]
     assert store.record("toy", dies).status == "interrupted"
-    assert watched[-1] == SweepProgress(4, {})
+    assert watched[-1] == SweepProgress(4, {}, failed=2)
     assert {len(each.running) for each in watched} == {0, 1, 2}
     labels = {label for each in watched for label, _, _ in each.running.values()}
     assert labels == {"seed=2 fault=die", "seed=0 fault=die once", "seed=1 fault=", "seed=1 fault=raise", "seed=2 fault="}

@@ -51,6 +51,26 @@ def test_nonfinite_numbers_are_reported_by_default():
         assert torch.equal(value, before[name])
 
 
+def test_the_error_names_the_parameters():
+    model = make_model()
+    named, unnamed = AdaHesScale(model.named_parameters()), AdaHesScale(model.parameters())
+    for opt, name in ((named, "2.weight"), (unnamed, "parameter 2 of group 0")):
+        opt.zero_grad()
+        opt.backward(model(torch.ones(1, 4, dtype=torch.float64)).square().sum())
+        model[2].weight.grad[0, 0] = math.nan
+        with pytest.raises(hesscale.NonFiniteError, match=rf"is not finite \(grad of {name}\)\. The step was skipped"):
+            opt.step()
+
+
+def test_a_long_list_of_parameters_is_cut():
+    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(3)])
+    opt = AdaHesScale(model.named_parameters())
+    opt.backward(model(torch.full((1, 2), math.nan)).square().sum())
+    found = r"\(grad and hess_diag of 0.weight, grad of 0.bias, grad and hess_diag of 1.weight, and 3 more\)"
+    with pytest.raises(hesscale.NonFiniteError, match=found):
+        opt.step()
+
+
 def test_a_square_that_overflows_counts_as_not_finite():
     w = weight(dtype=torch.float32)
     opt = AdaHesScale([w], lr=0.1)

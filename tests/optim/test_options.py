@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch import nn
 from training import weight
 
 import hesscale
-from hesscale.optim import AdaHesScale, AdaHessian, Adam
+from hesscale.optim import GGNMC, AdaHesScale, AdaHesScaleGN, AdaHessian, Adam
 
 
 @pytest.mark.parametrize(
@@ -91,3 +92,24 @@ def test_unknown_choices_of_backward_are_refused(options):
     w = weight()
     with pytest.raises(ValueError, match=next(iter(options))):
         AdaHesScale([w]).backward((w**2).sum(), **options)
+
+
+@pytest.mark.parametrize("optimizer", [AdaHesScale, AdaHesScaleGN, AdaHessian, GGNMC])
+def test_signatures_show_all_options(optimizer):
+    """What ``help`` and editors show, with this optimizer's own defaults."""
+    found, base = (inspect.signature(cls).parameters for cls in (optimizer, hesscale.optim.CurvatureOptimizer))
+    assert not [p for p in found.values() if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    assert list(found)[:5] == list(base)[:5] == ["params", "lr", "betas", "eps", "weight_decay"]
+    assert found.keys() >= base.keys()
+    made = optimizer([torch.ones(2, requires_grad=True)])
+    for name, parameter in found.items():
+        if name in made.defaults:
+            assert made.defaults[name] == parameter.default, name
+
+
+def test_a_subclass_with_arguments_of_its_own_has_its_own_signature():
+    class Mine(hesscale.AdaHesScale):
+        def __init__(self, params, pace):
+            super().__init__(params, lr=pace)
+
+    assert list(inspect.signature(Mine).parameters) == ["params", "pace"]

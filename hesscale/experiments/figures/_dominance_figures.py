@@ -84,8 +84,8 @@ def findings(name: str, title: str, ratios: dict[str, Tensor]) -> list[Finding]:
     spans = [f"{min(found)[0]:.2f} to {max(found)[0]:.2f} {when} training" for when, found in means.items()]
     random = float(rho(gaussian(RANDOM_MATRICES, WIDTH, WIDTH)).mean())
     text = (
-        f"{title}: ρ, the norm of a Hessian's diagonal over that of the whole matrix, is {spans[0]} and {spans[1]}, depending "
-        f"on the layer. A random Gaussian matrix has {random:.2f}."
+        f"On {title.replace(', ', ' with ')}, ρ (the norm of a Hessian's diagonal over that of the whole matrix) is {spans[0]} "
+        f"and {spans[1]}, depending on the layer. A random Gaussian matrix has {random:.2f}."
     )
     found = [Finding(text, f"{name}-layers")]
     changes = [(after - before, l) for l, ((before, _), (after, _)) in enumerate(zip(*means.values(), strict=True))]

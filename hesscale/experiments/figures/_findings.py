@@ -43,7 +43,7 @@ def divergence_findings(counts: Mapping[str, tuple[int, int]], start: str = "") 
     if not bad:
         return []
     total = sum(runs for _, runs in counts.values())
-    where = listed([f"{count} of the {runs} of {label}" for label, (count, runs) in bad.items()])
+    where = listed([f"{count} of {runs} with {label}" for label, (count, runs) in bad.items()])
     return [Finding(f"{start}{sum(count for count, _ in bad.values())} of {total} runs diverged: {where}.")]
 
 

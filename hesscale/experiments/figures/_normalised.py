@@ -47,6 +47,11 @@ class Method(NamedTuple):
         return AGENT_OPTIMIZERS[self.optimizer].label + radius
 
     @property
+    def name(self) -> str:
+        """The label as part of a sentence."""
+        return self.label.replace(", Δ =", " with Δ =")
+
+    @property
     def colour(self) -> str:
         return AGENT_OPTIMIZERS[self.optimizer].colour
 

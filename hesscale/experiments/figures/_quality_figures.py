@@ -14,7 +14,6 @@ from torch import Tensor
 from ..colours import COLOURS
 from ..lab.plots import Finding, Plot, Section, Series, Table
 from ..lab.store import Result
-from ._findings import listed
 from ._quality_methods import AUTHORS, DRAWS, METHODS, TO_GGN
 
 SHOWN = (
@@ -108,18 +107,18 @@ def findings(found: Findings, name: str) -> list[Finding]:
     nearest = min(means, key=lambda method: means[method])
     best = int(torch.stack([found.relative(method) >= 1 for method in others]).all(0).sum())
     if means[nearest] > 1 and 2 * best > networks:
-        share = spread(100 * found.error("HesScale") / found.error("|diag(H)|"))
+        share = number(100 * (found.error("HesScale") / found.error("|diag(H)|")).mean().item(), 2)
         texts = [
             f"{start}HesScale has the smallest error of all methods in {best} of {networks} networks: {share} % of the norm of "
-            f"the exact diagonal. Next is {nearest}, with {spread(found.relative(nearest))} times its error."
+            f"the exact diagonal. Next is {nearest}, with {number(means[nearest], 3)} times its error."
         ]
     else:
         texts = [f"{start}{nearest} has {number(means[nearest], 3)} times the error of HesScale, which is not the smallest here."]
-    ratios = [f"{number(means[f'AdaHessian-MC{draws}'], 3)} times ({draws} draw{'s' * (draws > 1)})" for draws in (1, DRAWS)]
-    texts.append(f"AdaHessian's estimate has {listed(ratios)} the error of HesScale's.")
+    one, many = (number(means[f"AdaHessian-MC{draws}"], 3) for draws in (1, DRAWS))
+    texts.append(f"The error of AdaHessian is {one} times that of HesScale with one draw, and {many} times with {DRAWS} draws.")
     if nearest != "BL89" and (found.relative("BL89") > 1).all():
         texts.append(
-            f"BL89, whose diagonal at the outputs is not exact, has {spread(found.relative('BL89'))} times the error of HesScale."
+            f"BL89, whose diagonal at the outputs is not exact, has {number(means['BL89'], 3)} times the error of HesScale."
         )
     last = len(found.sizes) - 2
     if not any(found.error(method, last).any() for method in ("HesScale", "HesScaleGN")):

@@ -70,4 +70,4 @@ def by_radius(known: list[Scores], over_all: OverAll, algo: str, end: str) -> li
     title = f"{algo.upper()} over {len(known)} environment{'s' if len(known) > 1 else ''}, by trust radius"
     caption = "Lines are interquartile means over seeds and environments. Bands are 95 % intervals of a stratified bootstrap."
     labels = "trust radius Δ", "IQM of normalised returns"
-    return [Plot(f"{algo}-by-radius{end}", title, series, *labels, log_x=True, caption=caption, worse="down")]
+    return [Plot(f"{algo}-by-radius{end}", title, series, *labels, log_x=True, caption=caption, worse="down", kept=(0, 1))]

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ..lab.compact import compact
-from ..lab.plots import Finding, Plot, Section, Table, mean_line
+from ..lab.plots import Finding, Plot, Section, Series, Table, mean_line
 from ..lab.statistics import Summary, summary
 from ..lab.store import Result
 from ..optimizers import AGENT_OPTIMIZERS, UNTRAINED
@@ -197,7 +197,12 @@ def plot(env: str, cells: dict[Cell, list[Result]], scores: dict[Cell, Summary],
         "Each point averages the episodes since the last one. Lines are means over seeds, bands are standard errors. Each "
         "optimizer is shown at its best step size."
     )
-    return Plot(name, f"Return on {env}", series, "steps", "return", caption=caption, worse="down")
+    return Plot(name, f"Return on {env}", series, "steps", "return", caption=caption, worse="down", kept=beginnings(series))
+
+
+def beginnings(curves: Sequence[Series]) -> list[float]:
+    """Where curves begin: the returns of agents that have hardly learned."""
+    return [curve.y[0] for curve in curves if len(curve.y)]
 
 
 def best_cells(scores: dict[Cell, Summary]) -> dict[Method, Cell]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,8 +13,9 @@ import numpy
 import torch
 from torch import Tensor
 
+from ..lab.choices import check_least, check_numbers
 from ..lab.data import Dataset, load, names
-from ..lab.experiment import Experiment, option
+from ..lab.experiment import Experiment, Watched, option
 from ..lab.store import Run
 from . import _quality_methods as methods
 from ._quality_figures import sections
@@ -29,7 +29,7 @@ INITIAL, ANOTHER, ORDER, DRAWS = range(4)  # purposes of random numbers
 @dataclass(frozen=True)
 class Settings:
     dataset: str = option("mnist", f"data set: {', '.join(names()[:-1])} or {names()[-1]}")
-    networks: int = option(40, "number of networks, each with its own initialization")
+    seeds: int = option(40, "number of networks, each with its own initialization")
     examples: int = option(1000, "steps of SGD, each with one example; errors are measured at the example before the step")
     step_size: float = option(0.01, "step size of SGD")
     standardize: bool = option(
@@ -55,27 +55,22 @@ class Task:
 
 def tasks(settings: Settings) -> list[Task]:
     check(settings)
-    shared = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings) if field.name != "networks"}
-    firsts = range(0, settings.networks, BLOCK)
-    return [Task(first=first, count=min(BLOCK, settings.networks - first), **shared) for first in firsts]
+    shared = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings) if field.name != "seeds"}
+    firsts = range(0, settings.seeds, BLOCK)
+    return [Task(first=first, count=min(BLOCK, settings.seeds - first), **shared) for first in firsts]
 
 
 def check(settings: Settings) -> None:
-    for name in ("networks", "examples"):
-        if getattr(settings, name) < 1:
-            raise ValueError(f"{name} must be at least 1, not {getattr(settings, name)}")
+    check_least(settings, {"seeds": 1, "examples": 1, "seed": 0})
+    check_numbers(settings, positive=["step_size"])
     if settings.dataset not in names():
         raise ValueError(f"dataset must be one of {', '.join(names())}, not {settings.dataset!r}")
-    if not 0 < settings.step_size < math.inf:
-        raise ValueError(f"step_size must be positive, not {settings.step_size}")
     if settings.quirks not in ("", methods.AUTHORS):
         raise ValueError(f"quirks must be {methods.AUTHORS!r} or nothing, not {settings.quirks!r}")
-    if settings.seed < 0:
-        raise ValueError(f"seed must not be negative, and is {settings.seed}")
 
 
 def work(settings: Settings) -> str:
-    count = f"{settings.networks} networks × {settings.examples} examples of {settings.dataset}"
+    count = f"{settings.seeds} networks × {settings.examples} examples of {settings.dataset}"
     return f"{count}, {len(methods.METHODS)} methods at each"
 
 
@@ -171,8 +166,8 @@ EXPERIMENT = Experiment(
     title="How close HesScale and others come to the Hessian's diagonal, in networks that learn example by example.",
     settings=Settings,
     presets={
-        "smoke": Settings(dataset="digits", networks=2, examples=10),
-        "small": Settings(dataset="digits", networks=10, examples=200),
+        "smoke": Settings(dataset="digits", seeds=2, examples=10),
+        "small": Settings(dataset="digits", seeds=10, examples=200),
         "paper": Settings(),
     },
     task=Task,
@@ -180,4 +175,8 @@ EXPERIMENT = Experiment(
     work=work,
     run=run,
     sections=sections,
+    unit="examples",
+    amount=lambda task: task.examples * task.count,
+    watched=Watched("loss", "loss"),
+    examples=("--seeds 5 --examples 500", "--preset paper --data DATA"),
 )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ...compile.step import BACKENDS
 from ...errors import NonFiniteError
 from ..lab.choices import choose, named
-from ..lab.experiment import Experiment, option
+from ..lab.experiment import Experiment, Watched, option
 from ..lab.store import Pause, Run
 from ..optimizers import AGENT_OPTIMIZERS, HELP, positives, with_step_sizes
 from ..rl.config import OWN, PARTS, POLICIES, TRUNCATIONS, Config, parts_of
@@ -326,4 +326,7 @@ EXPERIMENT = Experiment(
     kind=kind,
     after=film,
     curves=("charts/episodic_return",),
+    amount=lambda config: config.steps,
+    watched=Watched("return", "charts/episodic_return"),
+    examples=("--optimizer adam,adahesscale --seeds 3", "--algo a2c --env HalfCheetah-v5 --steps 1000000 --backend inductor"),
 )

@@ -18,7 +18,7 @@ from ..rl.config import Config
 from . import rl
 from ._findings import listed
 from ._normalised import Method, in_order, methods_of
-from ._rl_figures import averaged, conditions, curve
+from ._rl_figures import averaged, beginnings, conditions, curve
 
 ENV = "hesscale/UR-Reacher-2D-v0"
 STANDING_STILL = -74.1  # mean return of the policy that does nothing, over 1.4 million targets
@@ -203,7 +203,8 @@ def mean_plot(runs: dict[Method, list[Result]], end: str) -> Plot:
         "Each point averages the episodes since the last one. Lines are means over runs, bands are standard errors. Runs that "
         "diverged count as the worst."
     )
-    return Plot(f"mean{end}", "Return on UR-Reacher", series, "steps", "return", caption=caption, worse="down")
+    labels = "steps", "return"
+    return Plot(f"mean{end}", "Return on UR-Reacher", series, *labels, caption=caption, worse="down", kept=beginnings(series))
 
 
 def runs_plot(runs: dict[Method, list[Result]], end: str) -> Plot:
@@ -213,7 +214,7 @@ def runs_plot(runs: dict[Method, list[Result]], end: str) -> Plot:
         for points in map(smoothed, found)
     ]
     caption = "Smoothed returns, one line for each run. The line of a run that diverged ends there."
-    return Plot(f"runs{end}", "Return on UR-Reacher, each run", series, "steps", "return", caption=caption, worse="down")
+    return Plot(f"runs{end}", "Return on UR-Reacher, each run", series, "steps", "return", caption=caption)
 
 
 EXPERIMENT = dataclasses.replace(
@@ -225,4 +226,5 @@ EXPERIMENT = dataclasses.replace(
     tasks=tasks,
     work=work,
     sections=sections,
+    examples=("--seeds 3 --steps 100000",),
 )

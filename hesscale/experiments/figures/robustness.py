@@ -99,32 +99,32 @@ def section(results: list[Result], end: str) -> Section:
 
 def findings(known: list[Scores], over_all: dict[Method, dict[float, Estimate]], algo: str, end: str) -> list[Finding]:
     """Between which scores each method lies over all step sizes, and how close one step size comes to a tuned Adam."""
-    where = f"{len(known)} environments" if len(known) > 1 else known[0].env
-    spans = []
+    where = f"over {len(known)} environments" if len(known) > 1 else f"on {known[0].env}"
+    spans: dict[tuple[float, float], list[tuple[float, str]]] = {}  # by the smallest and the largest step size
     for method, points in over_all.items():
         if len(points) > 2:
             best, worst, _ = extremes(points, lambda at: at.iqm)
-            scores = f"{points[worst].iqm:.2f} to {points[best].iqm:.2f}"
-            sizes = f"step sizes {compact(min(points))} to {compact(max(points))}"
-            spans.append((points[worst].iqm, f"{method.label} scores {scores} at {sizes}"))
+            text = f"{points[worst].iqm:.2f} to {points[best].iqm:.2f} for {method.name}"
+            spans.setdefault((min(points), max(points)), []).append((points[worst].iqm, text))
     found = []
-    if len(spans) > 1:
-        texts = [text for _, text in sorted(spans, reverse=True)]
-        found.append(Finding(f"{algo.upper()}, {where}: {'; '.join(texts)}.", f"{algo}-all{end}"))
+    for (low, high), texts in spans.items():
+        if len(texts) > 1:
+            start = f"{algo.upper()}, scores {where} at step sizes {compact(low)} to {compact(high)}"
+            ordered = [text for _, text in sorted(texts, reverse=True)]
+            found.append(Finding(f"{start}: {listed(ordered)}.", f"{algo}-all{end}"))
     tuned_adam = aggregate_tuned(known, ADAM)
     if tuned_adam is not None and tuned_adam.interval is not None and tuned_adam.interval[0] > 0:
-        shares = []
+        shares: dict[str, tuple[float, str]] = {}  # the best of each optimizer, over step sizes and trust radii
         for method, points in over_all.items():
             if method != ADAM and points:
                 best = max(points, key=lambda size: points[size].iqm)
-                shares.append((points[best].iqm / tuned_adam.iqm, f"{method.label} at step size {compact(best)}"))
-        texts = [f"{100 * share:.0f} % ({label})" for share, label in sorted(shares, reverse=True)]
-        if texts and len(known) > 1:
-            start, end_of_text = "one step size in all environments reaches", "an Adam that is tuned in each"
-        else:
-            start, end_of_text = "the best step size reaches", "Adam at its best step size"
-        if texts:
-            text = f"{algo.upper()}, {where}: {start} {listed(texts)} of the score of {end_of_text}."
+                share = points[best].iqm / tuned_adam.iqm, f"{method.name}, step size {compact(best)}"
+                shares[method.optimizer] = max(share, shares.get(method.optimizer, share))
+        parts = [f"{100 * share:.0f} % ({label})" for share, label in sorted(shares.values(), reverse=True)]
+        start = f"one step size for all {len(known)} environments" if len(known) > 1 else f"the best step size on {known[0].env}"
+        adam = "an Adam that is tuned in each" if len(known) > 1 else "Adam at its best step size"
+        if shares:
+            text = f"{algo.upper()}: {start} reaches {listed(parts)} of the score of {adam}."
             found.append(Finding(text, f"{algo}-all{end}"))
     return found
 
@@ -140,7 +140,7 @@ def environment_plot(scores: Scores, kinds: Sequence[Method], algo: str, end: st
         "bands are standard errors."
     )
     name, labels = f"{algo}-{scores.env}{end}", ("step size", "normalised return")
-    return Plot(name, title, series, *labels, log_x=True, caption=caption, worse="down")
+    return Plot(name, title, series, *labels, log_x=True, caption=caption, worse="down", kept=(0, 1))
 
 
 def aggregate_plot(over_all: dict[Method, dict[float, Estimate]], count: int, algo: str, end: str) -> Plot:
@@ -156,7 +156,7 @@ def aggregate_plot(over_all: dict[Method, dict[float, Estimate]], count: int, al
         f"({RESAMPLES} resamples of seeds within environments)."
     )
     labels = "step size", "IQM of normalised returns"
-    return Plot(f"{algo}-all{end}", title, series, *labels, log_x=True, caption=caption, worse="down")
+    return Plot(f"{algo}-all{end}", title, series, *labels, log_x=True, caption=caption, worse="down", kept=(0, 1))
 
 
 def sensitivity(known: list[Scores], kinds: Sequence[Method], algo: str, end: str) -> Table:
@@ -219,4 +219,5 @@ EXPERIMENT = dataclasses.replace(
     tasks=tasks,
     work=lambda settings: rl.work_of(tasks(settings)),
     sections=sections,
+    examples=("--optimizer adam,scaled-adahesscale --step-size 3e-4,1e-2,1",),
 )

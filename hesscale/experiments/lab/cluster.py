@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ..install import how_to_install
 from .experiment import Experiment
 from .files import write_whole
 from .locks import BusyRun, lock
@@ -144,4 +145,4 @@ def import_ray() -> Any:
     try:
         return importlib.import_module("ray")
     except ModuleNotFoundError:
-        raise ModuleNotFoundError("running on a Ray cluster needs ray: pip install 'hesscale[ray]'") from None
+        raise ModuleNotFoundError(f"running on a Ray cluster needs ray: {how_to_install('ray')}") from None

@@ -6,44 +6,40 @@ import dataclasses
 import inspect
 import os
 import shlex
-import time
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Optional, get_type_hints
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Column
-from rich.table import Table as RichTable
 
 from .data import DataError
-from .experiment import PRESETS, Experiment, as_task
+from .estimate import time_needed
+from .experiment import PRESETS, Experiment, as_task, option
 from .machine import commit
 from .plots import Table
-from .store import FINISHED, DamagedRun, Record, Store, Task
-from .sweep import Interrupted, SweepProgress, grid, run_tasks
+from .progress import bars, progress_bars, progress_lines
+from .store import DAMAGED, FINISHED, DamagedRun, Record, Store, Task, key_of
+from .sweep import Interrupted, grid, run_tasks
+from .terminal import count, escaped, print_table
 
 RUNS = Path("out/runs")
 TOGETHER = 16
-SECONDS_BETWEEN_LINES = 20.0
+SETTINGS, RUNNING = "Settings", "Runs"  # groups of options in help texts
 
 
 @dataclass(frozen=True)
 class RunOptions:
     """Options that all experiments share: where runs and data are stored, and where tasks are done."""
 
-    workers: int = dataclasses.field(default=0, metadata={"help": "worker processes; 0 for one per core"})
-    together: int = dataclasses.field(
-        default=TOGETHER, metadata={"help": "the most runs that one process does together, where an experiment can"}
-    )
-    runs: Path = dataclasses.field(default=RUNS, metadata={"help": "folder of runs; a finished run there is not done again"})
-    data: Optional[Path] = dataclasses.field(default=None, metadata={"help": "folder of data sets, in place of HESSCALE_DATA"})  # noqa: UP045
-    ray: str = dataclasses.field(default="", metadata={"help": "address of a Ray cluster to run on; 'local' starts one"})
-    tensorboard: bool = dataclasses.field(default=False, metadata={"help": "also log for TensorBoard"})
-    dry_run: bool = dataclasses.field(default=False, metadata={"help": "print how much work it is, and stop"})
+    workers: int = option(0, "worker processes; 0 for one per core")
+    together: int = option(TOGETHER, "the most runs that one process does together, where an experiment can")
+    runs: Path = option(RUNS, "folder of runs; a finished run there is not done again")  # noqa: RUF009
+    data: Optional[Path] = option(None, "folder of data sets, in place of HESSCALE_DATA")  # noqa: RUF009, UP045
+    ray: str = option("", "address of a Ray cluster to run on; 'local' starts one")
+    tensorboard: bool = option(False, "also log for TensorBoard")
+    dry_run: bool = option(False, "print how much work it is and how long it takes, and stop")
 
     @property
     def store(self) -> Store:
@@ -52,8 +48,18 @@ class RunOptions:
 
 def run_options(given: Mapping[str, Any]) -> RunOptions:
     """The options as given, with ~ expanded."""
-    expanded: dict[str, Any] = {name: value.expanduser() if isinstance(value, Path) else value for name, value in given.items()}
+    expanded: dict[str, Any] = {
+        name: as_folder(value, f"--{name}") if isinstance(value, Path) else value for name, value in given.items()
+    }
     return RunOptions(**expanded)
+
+
+def as_folder(path: Path, option: str) -> Path:
+    """The path with ~ expanded. BadParameter if it is a file."""
+    path = path.expanduser()
+    if path.exists() and not path.is_dir():
+        raise typer.BadParameter(f"{path} is a file, and a folder is needed", param_hint=option)
+    return path
 
 
 def command_of(experiment: Experiment) -> Callable[..., None]:
@@ -69,7 +75,7 @@ def command_of(experiment: Experiment) -> Callable[..., None]:
     own = [
         parameter(field, hints(experiment.settings), None, values_in_presets(experiment, field)) for field in fields(experiment)
     ]
-    shared = options_of(RunOptions)
+    shared = options_of(RunOptions, RUNNING)
     command.__signature__ = inspect.Signature([PRESET, *own, *shared])  # type: ignore[attr-defined]
     command.__annotations__ = {}
     command.__doc__ = experiment.title
@@ -99,7 +105,7 @@ def sweep_command(known: Mapping[str, Experiment]) -> Callable[..., None]:
             inspect.Parameter("experiment", kind, annotation=Annotated[str, argument]),
             PRESET,
             inspect.Parameter("over", kind, default=[], annotation=Annotated[list[str], over]),
-            *options_of(RunOptions),
+            *options_of(RunOptions, RUNNING),
         ]
     )
     sweep.__annotations__ = {}
@@ -125,16 +131,18 @@ def hints(cls: type) -> dict[str, Any]:
     return get_type_hints(cls)
 
 
-def options_of(settings: type) -> list[inspect.Parameter]:
+def options_of(settings: type, group: str = SETTINGS) -> list[inspect.Parameter]:
     """An option of the command line for every field of a dataclass, with the field's default."""
-    return [parameter(field, hints(settings), field.default) for field in dataclasses.fields(settings)]
+    return [parameter(field, hints(settings), field.default, group=group) for field in dataclasses.fields(settings)]
 
 
-def parameter(field: dataclasses.Field[Any], types: Mapping[str, Any], default: Any, extra: str = "") -> inspect.Parameter:
+def parameter(
+    field: dataclasses.Field[Any], types: Mapping[str, Any], default: Any, extra: str = "", group: str = SETTINGS
+) -> inspect.Parameter:
     kind = types[field.name] if default is not None or field.default is None else Optional[types[field.name]]  # noqa: UP045
-    option = typer.Option(f"--{field.name.replace('_', '-')}", help=field.metadata["help"] + extra)
-    if types[field.name] is bool and default is None:
-        option = typer.Option(f"--{field.name.replace('_', '-')}/--no-{field.name.replace('_', '-')}", help=option.help)
+    name = field.name.replace("_", "-")
+    flags = f"--{name}/--no-{name}" if types[field.name] is bool and default is None else f"--{name}"
+    option = typer.Option(flags, help=field.metadata["help"] + extra, rich_help_panel=group)
     return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
 
 
@@ -145,7 +153,9 @@ PRESET = inspect.Parameter(
     annotation=Annotated[
         str,
         typer.Option(
-            "--preset", help=f"{', '.join(PRESETS[:-1])} or {PRESETS[-1]}: the values of all options that are not given"
+            "--preset",
+            help=f"the values of all settings that are not given: {', '.join(PRESETS[:-1])} or {PRESETS[-1]}",
+            rich_help_panel=SETTINGS,
         ),
     ],
 )
@@ -191,13 +201,15 @@ def run_experiment(experiment: Experiment, tasks: list[Task], where: RunOptions,
         raise typer.BadParameter(f"{where.workers} is negative", param_hint="--workers")
     if where.together < 1:
         raise typer.BadParameter(f"{where.together} is not positive", param_hint="--together")
-    finished = [record for task in tasks if (record := store.record(experiment.name, task)) and record.status == FINISHED]
-    now = [commit()]
-    others = sum(record.facts["commits"] != now for record in finished)
+    begun = [record for task in tasks if (record := store.record(experiment.name, task)) is not None]
+    finished = [record for record in begun if record.status == FINISHED]
     console.print(f"[bold]{experiment.name}[/]: {'; '.join(experiment.work(settings) for settings in several)}.", highlight=False)
-    by_others = f" ({others} by another commit or with changes to it)" if others else ""
-    console.print(f"{len(tasks)} runs, {len(finished)} of them done before{by_others}, in {where.runs}", highlight=False)
+    console.print(f"{count(len(tasks), 'run')} in {where.runs}{', '.join(['', *begun_before(begun)])}.", highlight=False)
     if where.dry_run:
+        done = {record.directory.name for record in finished}
+        left = [task for task in tasks if key_of(experiment.name, task) not in done]
+        if left:
+            console.print(time_needed(experiment, store, left, workers_of(experiment, tasks, where)), highlight=False)
         return
     check_inputs(experiment, tasks, finished, where)
     store.request(experiment.name, tasks, command)
@@ -209,6 +221,29 @@ def run_experiment(experiment: Experiment, tasks: list[Task], where: RunOptions,
         finish(console, experiment, store, settings)
     if failed:
         raise typer.Exit(1)
+
+
+def begun_before(records: list[Record]) -> Iterator[str]:
+    """What earlier commands have left of the runs: which are done, and where the others go on from."""
+    now = [commit()]
+    finished = [record for record in records if record.status == FINISHED]
+    others = sum(record.facts["commits"] != now for record in finished)
+    if finished:
+        yield f"{len(finished)} done before" + (f" ({others} by another commit or with changes to it)" if others else "")
+    left = [record for record in records if record.status not in (FINISHED, DAMAGED)]
+    resumed = [record for record in left if (record.directory / "checkpoint.pt").exists()]
+    shares = sorted(
+        record.facts["saved"] / record.facts["total"] for record in resumed if {"saved", "total"} <= record.facts.keys()
+    )
+    if resumed:
+        at = f" at {shares[0]:.0%}" + (f" to {shares[-1]:.0%}" if shares[0] < shares[-1] else "") if shares else ""
+        yield f"{len(resumed)} resumed from {'its' if len(resumed) == 1 else 'their'} last checkpoint{at}"
+    if len(left) > len(resumed):
+        yield f"{len(left) - len(resumed)} begun before without a checkpoint, and begun again"
+
+
+def workers_of(experiment: Experiment, tasks: list[Task], where: RunOptions) -> int:
+    return 1 if experiment.is_alone(tasks) else where.workers or os.cpu_count() or 1
 
 
 def finish(console: Console, experiment: Experiment, store: Store, settings: Any) -> None:
@@ -248,10 +283,13 @@ def check_inputs(experiment: Experiment, tasks: list[Task], finished: list[Recor
 
 def do(console: Console, experiment: Experiment, tasks: list[Task], where: RunOptions, command: str) -> list[tuple[Path, str]]:
     """Do the tasks that are not finished. Returns those that failed."""
-    workers = 1 if experiment.is_alone(tasks) else where.workers or os.cpu_count() or 1
+    workers = workers_of(experiment, tasks, where)
     try:
         with bars(console) as progress:
-            watch = progress_bars(progress, len(tasks)) if console.is_terminal else progress_lines(console, len(tasks))
+            if console.is_terminal:
+                watch = progress_bars(progress, experiment, len(tasks))
+            else:
+                watch = progress_lines(console, experiment, len(tasks))
             return run_tasks(
                 experiment,
                 where.store,
@@ -268,43 +306,6 @@ def do(console: Console, experiment: Experiment, tasks: list[Task], where: RunOp
         raise typer.Exit(130) from None
 
 
-def bars(console: Console) -> Progress:
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(elapsed_when_finished=True)
-    return Progress(*columns, console=console)
-
-
-def progress_bars(progress: Progress, total: int) -> Callable[[SweepProgress], None]:
-    """Draw a bar for all runs, and one for each that is running."""
-    whole = progress.add_task("runs", total=total)
-    each: dict[str, Any] = {}
-
-    def draw(watched: SweepProgress) -> None:
-        progress.update(whole, completed=watched.finished)
-        for key, (label, done, all_of_it) in watched.running.items():
-            if key not in each:
-                each[key] = progress.add_task(f"  {label}", total=all_of_it or None)
-            progress.update(each[key], completed=done, total=all_of_it or None)
-        for key in [key for key in each if key not in watched.running]:
-            progress.remove_task(each.pop(key))
-
-    return draw
-
-
-def progress_lines(console: Console, total: int) -> Callable[[SweepProgress], None]:
-    """Print a line now and then, where no bars can be drawn."""
-    said = time.monotonic()
-
-    def say(watched: SweepProgress) -> None:
-        nonlocal said
-        if time.monotonic() - said >= SECONDS_BETWEEN_LINES:
-            said = time.monotonic()
-            shares = [f"{done / of:.0%}" if of else "0%" for _, done, of in watched.running.values()]
-            parts = [f"{count} at {share}" if count > 1 else share for share, count in Counter(shares).items()]
-            console.print(f"{watched.finished} of {total} runs; {', '.join(parts)}", highlight=False)
-
-    return say
-
-
 def show(console: Console, experiment: Experiment, store: Store, tasks: list[Task]) -> None:
     """The tables of an experiment, in the terminal."""
     try:
@@ -317,17 +318,5 @@ def show(console: Console, experiment: Experiment, store: Store, tasks: list[Tas
     for section in experiment.sections(results):
         console.print(f"\n[bold]{escaped(section.title)}[/]", highlight=False)
         for table in [item for item in section.items if isinstance(item, Table)]:
-            console.print(as_rich_table(table))
+            print_table(console, table)
     console.print("Figures: [bold]hesscale report[/]")
-
-
-def as_rich_table(table: Table) -> RichTable:
-    columns = [Column(escaped(name), overflow="fold") for name in table.header]
-    found = RichTable(*columns, title=escaped(table.title), caption=escaped(table.caption))
-    for row in table.rows:
-        found.add_row(*[escaped(cell) for cell in row])
-    return found
-
-
-def escaped(text: str) -> str:
-    return text.replace("[", r"\[")

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..install import how_to_install
 from .download import DataError as DataError
 from .download import Progress, fetch, unpack
 from .text import TEXTS, text_fingerprint
@@ -150,7 +151,7 @@ def digits() -> Dataset:
     try:
         from sklearn.datasets import load_digits
     except ModuleNotFoundError:
-        raise DataError("digits come with scikit-learn: pip install 'hesscale[experiments]'") from None
+        raise DataError(f"digits come with scikit-learn: {how_to_install('experiments')}") from None
     bunch = load_digits()
     images = torch.as_tensor(bunch.images, device="cpu").to(torch.uint8)
     labels = torch.as_tensor(bunch.target, device="cpu").to(torch.int64)

@@ -9,13 +9,23 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from .data import fingerprint
 from .plots import Section
 from .store import BusyRun, DamagedRun, Result, Run, Store, Task
 
 PRESETS = ("smoke", "small", "paper")
+
+
+class Watched(NamedTuple):
+    """A metric that is shown while runs are in progress."""
+
+    name: str
+    metric: str
+
+
+NOTHING = Watched("", "")
 
 
 @dataclass(frozen=True)
@@ -37,6 +47,10 @@ class Experiment:
         kind: maps a task to its kind; tasks of the same kind can be done together.
         after: does further work that settings ask for, given the directories of finished runs; yields lines to print.
         curves: metrics that a report keeps for each run, from which it can be made again. Without any it keeps none.
+        unit: what the progress of a run counts, in the plural.
+        amount: maps a task to how many of these it has in all, by which the time that it needs is estimated.
+        watched: the metric that says what is learned, for the display of progress; none if its name is empty.
+        examples: commands for the help text, without ``hesscale`` and the name.
     """
 
     name: str
@@ -53,6 +67,10 @@ class Experiment:
     kind: Callable[[Any], Hashable] | None = None
     after: Callable[[Any, Mapping[Any, Path]], Iterator[str]] | None = None
     curves: tuple[str, ...] = ()
+    unit: str = "steps"
+    amount: Callable[[Any], float] | None = None
+    watched: Watched = NOTHING
+    examples: tuple[str, ...] = ()
 
     def do(self, store: Store, task: Task, data: Path | None, command: str = "") -> None:
         """Do a task, or the rest of it. ``data`` is the folder of data sets."""
@@ -75,6 +93,7 @@ class Experiment:
                     problems.append(problem)
             left = [run for run in runs if not run.is_finished]
             for run in left:
+                run.together = len(left)
                 run.reads(self.inputs(run.task, data))
             for run, values in zip(left, self.outcomes(left, data), strict=True):
                 run.finish(values)

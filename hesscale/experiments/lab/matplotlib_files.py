@@ -108,8 +108,10 @@ def draw_mark(axes: Axes, mark: DrawnSeries, is_faint: bool) -> None:
     if mark.kind == "line":
         (line,) = axes.plot(mark.x, mark.y, linestyle=mark.dash, color=mark.colour, **symbol(mark), linewidth=1.6, zorder=3)
         line.set_gid(name)
-        if mark.low is not None:
+        if mark.low is not None and len(mark.x) > 1:
             axes.fill_between(mark.x, mark.low, mark.high, color=mark.colour, alpha=0.2, linewidth=0)
+        elif mark.low is not None:
+            axes.vlines(mark.x, mark.low, mark.high, color=mark.colour, linewidth=1.1)
         return
     if mark.kind == "bars":
         axes.bar(mark.x, mark.y, mark.width, color=mark.colour, alpha=0.45 if is_faint else 1.0)

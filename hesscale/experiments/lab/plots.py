@@ -37,6 +37,7 @@ class Plot:
     categories: Sequence[str] = ()  # names along the x axis, in place of numbers
     caption: str = ""
     worse: str = ""  # "up" or "down": where values are of methods that diverged, which must not set the scale
+    kept: Sequence[float] = ()  # values of y that are not cut off for that, such as the return of an untrained agent
     group: str = ""  # plots of a group are one figure of the page, with a switch between their views
     view: Sequence[str] = ()  # what is chosen at each switch of the group to see this plot
 

@@ -54,6 +54,7 @@ class Run:
         state: what :meth:`checkpoint` saved last; None at the beginning.
         is_finished: whether there is nothing left to do.
         deadline: the time on the monotonic clock after which a checkpoint raises :class:`Pause`.
+        together: how many runs are done together with this one, itself among them.
     """
 
     def __init__(self, directory: Path, experiment: str, task: Task, command: str = "", *, tensorboard: bool = False) -> None:
@@ -61,6 +62,9 @@ class Run:
         self.state: dict[str, Any] | None = None
         self.is_finished = False
         self.deadline = math.inf
+        self.together = 1
+        self.began, self.seconds_before = time.monotonic(), 0.0  # of work that earlier commands did
+        self.done = 0
         self.tensorboard, self.writer = tensorboard, None
         self.rows, self.digest = 0, digest([])  # of the metrics in the database
         self.pending: list[Row] = []
@@ -112,6 +116,7 @@ class Run:
             partial.unlink()
         path = self.directory / "checkpoint.pt"
         if path.exists():
+            self.seconds_before = facts.get("seconds", 0.0)
             saved = load_checkpoint(path)
             self.state, self.rows = saved["state"], saved["rows"]
             if (saved["run"], saved["digest"]) != (self.directory.name, digest(rows[: self.rows]).hexdigest()):
@@ -145,6 +150,11 @@ class Run:
             )
         self.note(inputs=inputs)
 
+    @property
+    def seconds(self) -> float:
+        """The time that the run has taken, without what an interruption lost."""
+        return self.seconds_before + time.monotonic() - self.began
+
     def note(self, **facts: Any) -> None:
         with self.database:
             write_facts(self.database, facts)
@@ -159,7 +169,8 @@ class Run:
 
     def progress(self, done: int, total: int) -> None:
         """Report progress to the process that waits for the run."""
-        self.pending_facts = {"done": operator.index(done), "total": operator.index(total)}
+        self.done = operator.index(done)
+        self.pending_facts = {"done": self.done, "total": operator.index(total)}
         self.flush_sometimes()
 
     def flush_sometimes(self) -> None:
@@ -181,6 +192,7 @@ class Run:
         self.flush()
         saved = {"run": self.directory.name, "state": state, "rows": self.rows, "digest": self.digest.hexdigest()}
         write_whole(self.directory / "checkpoint.pt", lambda path: self.save(saved, path))
+        self.note(saved=self.done, seconds=self.seconds)
         if time.monotonic() > self.deadline:
             raise Pause
 
@@ -201,6 +213,7 @@ class Run:
         with self.database:
             self.database.executemany("INSERT INTO results VALUES (?, ?)", packed)
             write_facts(self.database, {"status": FINISHED, "finished": now(), "digest": digest(packed, self.digest).hexdigest()})
+            write_facts(self.database, {"seconds": self.seconds, "together": self.together})
         self.is_finished = True
         (self.directory / "checkpoint.pt").unlink(missing_ok=True)
 

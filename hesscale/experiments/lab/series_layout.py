@@ -18,7 +18,7 @@ COLOURS = ("#3f90da", "#ffa90e", "#bd1f01", "#832db6", "#717581", "#e76300", "#a
 KINDS = ("line", "dots", "bars")
 GOLDEN = (5**0.5 - 1) / 2
 DASHES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (8, 1.5)), (0, (4, 1, 1, 1, 1, 1)))
-ROOM = 1.5  # an axis has this much room, relative to what the better half of the series takes, for values that are worse
+ROOM, LOG_ROOM = 1.5, 0.5  # of an axis for worse values, relative to what the better half of the series takes
 Array = Any  # of numpy, of float64
 
 
@@ -123,7 +123,7 @@ def dashes_of(plot: Plot, colours: Mapping[str, str]) -> dict[str, Any]:
 def ends_of_axis(plot: Plot, drawn: Sequence[DrawnSeries]) -> tuple[float | None, float | None]:
     """Where to cut off the y axis, so that neither methods that diverged nor their bands set its scale.
 
-    What the better half of the series takes up, without outliers, is shown, and ROOM times as much on the worse side.
+    What the better half of the series takes up, without outliers, is shown, and some room on the worse side.
     Bands do not make an axis that is logarithmic longer than twice the smallest value. None where nothing is cut off.
     """
     scale = np.log10 if plot.log_y else as_array
@@ -134,9 +134,9 @@ def ends_of_axis(plot: Plot, drawn: Sequence[DrawnSeries]) -> tuple[float | None
     everything = np.concatenate([*lines, *ends])
     low, high = uncut = float(everything.min()), float(everything.max())
     if plot.worse == "up":
-        high = worst_shown(lines, everything, plot.log_y)
+        high = worst_shown(lines, everything, scale(plot.kept), plot.log_y)
     elif plot.worse == "down":
-        low = -worst_shown([-line for line in lines], -everything, plot.log_y)
+        low = -worst_shown([-line for line in lines], -everything, -scale(plot.kept), plot.log_y)
     if plot.log_y:
         low = max(low, min(float(line.min()) for line in lines) - math.log10(2))
     if (low, high) == uncut:
@@ -146,16 +146,16 @@ def ends_of_axis(plot: Plot, drawn: Sequence[DrawnSeries]) -> tuple[float | None
     return (10**low, 10**high) if plot.log_y else (low, high)
 
 
-def worst_shown(lines: Sequence[Array], everything: Array, is_log: bool) -> float:
+def worst_shown(lines: Sequence[Array], everything: Array, kept: Array, is_log: bool) -> float:
     """The largest value that is not too far above the better half of the lines, where less is better.
 
     The largest of all, unless that would leave less than half of the axis to the others.
     """
     better = np.concatenate(sorted(lines, key=np.median)[: (len(lines) + 1) // 2])
     first, third = np.quantile(better, [0.25, 0.75])
-    better = better[better <= third + max(3 * (third - first), 2.0 if is_log else 0.0)]
+    better = np.append(better[better <= third + max(3 * (third - first), 2.0 if is_log else 0.0)], kept)
     span = max(float(better.max() - better.min()), 1.0 if is_log else 0.0)
-    shown = float(everything[everything <= better.max() + ROOM * span].max())
+    shown = float(everything[everything <= better.max() + (LOG_ROOM if is_log else ROOM) * span].max())
     is_worth_it = span and shown - everything.min() < 0.5 * (everything.max() - everything.min())
     return shown if is_worth_it else float(everything.max())
 

@@ -23,8 +23,10 @@ from .run import FAILED, FINISHED, RUNNING, Pause, Run, Task, check_identity, ha
 from .run_database import DamagedRun, Metrics, by_name, connect, digest, read_facts, read_rows, reading, unpack
 
 __all__ = [
+    "DAMAGED",
     "FAILED",
     "FINISHED",
+    "INTERRUPTED",
     "RUNNING",
     "BusyRun",
     "DamagedRun",
@@ -40,6 +42,9 @@ __all__ = [
 ]
 
 
+INTERRUPTED, DAMAGED = "interrupted", "damaged"  # statuses that are not recorded, but found out
+
+
 @dataclass
 class Record:
     """What the store knows about a run."""
@@ -52,9 +57,9 @@ class Record:
     def status(self) -> str:
         """The recorded status; a run marked as running whose process is gone was interrupted."""
         if self.problem:
-            return "damaged"
+            return DAMAGED
         status = str(self.facts["status"])
-        return "interrupted" if status == RUNNING and not is_locked(self.directory) else status
+        return INTERRUPTED if status == RUNNING and not is_locked(self.directory) else status
 
     @property
     def task(self) -> Task:
@@ -91,10 +96,22 @@ class Store:
         directory = self.directory(experiment, task)
         return read_record(directory) if has_begun(directory) else None
 
+    def latest(self, directory: Path, metric: str) -> float | None:
+        """The last value of a metric of a run, or None if there is none yet, or none that can be read."""
+        if not metric or not (directory / "run.sqlite").exists():
+            return None
+        query = "SELECT value FROM metrics WHERE name = ? ORDER BY id DESC LIMIT 1"
+        try:
+            with reading(directory / "run.sqlite"), closing(connect(directory)) as database:
+                row = database.execute(query, (metric,)).fetchone()
+        except DamagedRun:
+            return None
+        return None if row is None else row[0]
+
     def records(self, experiment: str = "*") -> list[Record]:
         """All runs, the oldest first; a run that cannot be read has a ``problem``."""
         found = [read_record(path) for path in self.root.glob(f"{experiment}/*") if has_begun(path)]
-        return sorted(found, key=lambda record: str(record.facts.get("started", "")))
+        return sorted(found, key=lambda record: (str(record.facts.get("started", "")), str(record.facts.get("task"))))
 
     def result(self, experiment: str, task: Task) -> Result | None:
         """A finished run, or None. Raises DamagedRun if its files have changed."""

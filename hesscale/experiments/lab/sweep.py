@@ -41,10 +41,14 @@ class SweepProgress:
     Attributes:
         finished: the number of finished runs, including those of earlier commands.
         running: the runs in progress, by key: a label, the work done, and the work in all (0 while unknown).
+        learned: the last value of the experiment's watched metric, for runs in progress that have one.
+        failed: the number of runs that failed.
     """
 
     finished: int
     running: dict[str, tuple[str, int, int]]
+    learned: dict[str, float] = field(default_factory=dict)
+    failed: int = 0
 
 
 @dataclass
@@ -170,12 +174,15 @@ class Sweep:
     def show(self, keys: Iterable[str]) -> None:
         if self.watch is None:
             return
-        running = {}
+        running, learned = {}, {}
         for key in keys:
             record = self.store.record(self.experiment.name, self.tasks[key])
             facts = {} if record is None else record.facts
             running[key] = self.label(key), facts.get("done", 0), facts.get("total", 0)
-        self.watch(SweepProgress(self.outcome.finished, running))
+            value = self.store.latest(self.directory(key), self.experiment.watched.metric)
+            if value is not None:
+                learned[key] = value
+        self.watch(SweepProgress(self.outcome.finished, running, learned, len(self.outcome.failed)))
 
     def label(self, key: str) -> str:
         """The settings in which a task differs from the others."""
@@ -189,7 +196,9 @@ class Sweep:
 
 def portable(experiment: Experiment) -> Experiment:
     """The experiment without parts that workers do not need and that may not be picklable."""
-    return dataclasses.replace(experiment, presets={}, tasks=unknown, work=unknown, sections=unknown, kind=None, after=None)
+    return dataclasses.replace(
+        experiment, presets={}, tasks=unknown, work=unknown, sections=unknown, kind=None, after=None, amount=None
+    )
 
 
 def unknown(_: Any) -> Any:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...errors import NonFiniteError
+from ..install import how_to_install
 from ..lab.archives import load_archive, save_archive
 from ..lab.files import write_whole
 from ..lab.run_database import DamagedRun
@@ -27,7 +28,7 @@ from .vector_env import CLIP, DEFAULT_LENGTH, check_name
 try:
     import gymnasium
 except ModuleNotFoundError:
-    raise ModuleNotFoundError("reinforcement learning needs gymnasium: pip install 'hesscale[rl]'") from None
+    raise ModuleNotFoundError(f"reinforcement learning needs gymnasium: {how_to_install('rl')}") from None
 
 FORMAT = 1
 MAX_PICTURES = 60  # a second, of a video
@@ -223,7 +224,7 @@ def film(policy: Policy, path: Path | str, episodes: int = 1, seed: int = 0, *, 
     try:
         import imageio_ffmpeg
     except ModuleNotFoundError:
-        raise ModuleNotFoundError("videos need imageio-ffmpeg: pip install 'hesscale[rl]'") from None
+        raise ModuleNotFoundError(f"videos need imageio-ffmpeg: {how_to_install('rl')}") from None
     env = make(policy, "rgb_array")
     found: list[Episode] = []
 

@@ -15,10 +15,12 @@ import gymnasium
 import numpy as np
 from numpy.typing import NDArray
 
+from ..install import how_to_install
+
 try:
     import mujoco
 except ModuleNotFoundError:
-    raise ModuleNotFoundError("UR-Reacher is simulated by MuJoCo: pip install 'hesscale[rl]'") from None
+    raise ModuleNotFoundError(f"UR-Reacher is simulated by MuJoCo: {how_to_install('rl')}") from None
 
 Vector: TypeAlias = NDArray[np.float64]
 

@@ -1,0 +1,111 @@
+"""Progress of a sweep, as bars in a terminal and as a line now and then elsewhere, with what is learned and the time left."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.table import Column
+
+from .experiment import Experiment
+from .sweep import SweepProgress
+from .terminal import count, duration
+
+SHOWN = 8  # runs with a bar of their own
+FIRST_LINE, SECONDS_BETWEEN_LINES = 5.0, 20.0
+
+
+class Pace:
+    """What a command has done so far, from which its speed and the time left follow."""
+
+    def __init__(self, experiment: Experiment, total: int) -> None:
+        self.experiment, self.total, self.began = experiment, total, time.monotonic()
+        self.first: dict[str, int] = {}  # work that was done when a run was first seen, and when it was last seen
+        self.last: dict[str, tuple[int, int]] = {}
+        self.finished_before: int | None = None
+        self.share = 0.0  # of all work
+        self.share_before = 0.0  # of it, done by earlier commands
+
+    def update(self, watched: SweepProgress) -> None:
+        if self.finished_before is None:
+            self.finished_before = watched.finished
+        for key, (_, done, total) in watched.running.items():
+            self.first.setdefault(key, done if total else 0)
+            self.last[key] = done, total
+        for key in [key for key in self.last if key not in watched.running]:
+            self.last[key] = self.last[key][1], self.last[key][1]
+        running = sum(done / total for _, done, total in watched.running.values() if total)
+        resumed = sum(self.first[key] / total for key, (_, total) in self.last.items() if total)
+        self.share = (watched.finished + watched.failed + running) / self.total
+        self.share_before = (self.finished_before + resumed) / self.total
+
+    @property
+    def text(self) -> str:
+        """The speed, and the time left."""
+        seconds, done = time.monotonic() - self.began, sum(self.last[key][0] - self.first[key] for key in self.last)
+        gained = self.share - self.share_before
+        if seconds <= 0 or done <= 0 or gained <= 0:
+            return ""
+        speed = done / seconds
+        written = f"{speed:,.0f}" if speed >= 10 else f"{speed:.2g}"
+        return f"{written} {self.experiment.unit}/s, {duration(seconds * (1 - self.share) / gained)} left"
+
+
+def learned(experiment: Experiment, watched: SweepProgress) -> str:
+    """The last values of the metric that says what is learned, over the runs in progress."""
+    values = sorted(watched.learned.values())
+    if not values:
+        return ""
+    most = f" to {values[-1]:.4g}" if values[-1] > values[0] else ""
+    return f"{experiment.watched.name} {values[0]:.4g}{most}"
+
+
+def progress_lines(console: Console, experiment: Experiment, total: int) -> Callable[[SweepProgress], None]:
+    """Print a line now and then, where no bars can be drawn."""
+    pace = Pace(experiment, total)
+    next_line = time.monotonic() + FIRST_LINE
+
+    def say(watched: SweepProgress) -> None:
+        nonlocal next_line
+        pace.update(watched)
+        if time.monotonic() >= next_line:
+            next_line = time.monotonic() + SECONDS_BETWEEN_LINES
+            failed = f", {watched.failed} failed" if watched.failed else ""
+            parts = [f"{watched.finished} of {count(total, 'run')}{failed}", f"{pace.share:.0%}"]
+            console.print(", ".join(filter(None, [*parts, learned(experiment, watched), pace.text])), highlight=False)
+
+    return say
+
+
+def progress_bars(progress: Progress, experiment: Experiment, total: int) -> Callable[[SweepProgress], None]:
+    """Draw a bar for all runs, and one for each of the first that are running."""
+    pace, each = Pace(experiment, total), dict[str, TaskID]()
+    whole = progress.add_task("", total=total, text="")
+
+    def draw(watched: SweepProgress) -> None:
+        pace.update(watched)
+        more = len(watched.running) - SHOWN
+        label = f"{watched.finished} of {count(total, 'run')}" + (f", {watched.failed} failed" if watched.failed else "")
+        label += f", {more} more at work" if more > 0 else ""
+        progress.update(whole, description=label, completed=pace.share * total, text=pace.text)
+        for key in [key for key in each if key not in watched.running]:
+            progress.remove_task(each.pop(key))
+        for key, (label, done, all_of_it) in watched.running.items():
+            if key not in each and len(each) < SHOWN:
+                each[key] = progress.add_task("", total=None, text="")
+            if key in each:
+                value = watched.learned.get(key)
+                text = "" if value is None else f"{experiment.watched.name} {value:.4g}"
+                progress.update(each[key], description=f"  {label}", completed=done, total=all_of_it or None, text=text)
+
+    return draw
+
+
+def bars(console: Console) -> Progress:
+    label = TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1), markup=False)
+    share = TextColumn("{task.percentage:>3.0f}%")
+    text: Any = TextColumn("{task.fields[text]}", table_column=Column(no_wrap=True), markup=False)
+    return Progress(label, BarColumn(bar_width=12), share, text, console=console, expand=True)

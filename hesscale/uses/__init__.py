@@ -1,0 +1,11 @@
+"""What a Hessian diagonal is for besides optimization: a look at a network's curvature, pruning, quantization and others.
+
+Each module is built on the public functions of this package alone.
+"""
+
+from . import pruning, quantization
+from .derivatives import Averages, Derivatives, mean_derivatives
+from .inspection import inspect
+from .report import CurvatureReport
+
+__all__ = ["Averages", "CurvatureReport", "Derivatives", "inspect", "mean_derivatives", "pruning", "quantization"]

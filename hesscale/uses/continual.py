@@ -1,0 +1,177 @@
+"""Elastic weight consolidation: a penalty that holds the parameters that mattered to earlier tasks where they were."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..estimators import estimate
+from .derivatives import LossFunction, arguments_of, zeros
+from .gauss_newton import METHODS, check_method, gauss_newton
+
+__all__ = ["EWC", "importance"]
+EMPIRICAL_FISHER = "empirical_fisher"
+
+
+def importance(
+    model: nn.Module,
+    loader: Iterable[Any],
+    loss_fn: LossFunction,
+    *,
+    method: str = "hesscale_gn",
+    num_samples: int = 1,
+    calibrate: bool = False,
+    generator: torch.Generator | None = None,
+) -> dict[str, Tensor]:
+    """The curvature of the mean loss over a loader, by parameter name: how much each parameter matters there.
+
+    The model is in eval mode meanwhile. No ``.grad`` changes. Parameters that do not require gradients are left out.
+
+    Args:
+        loader: batches. A tuple or list is unpacked, anything else is one argument; tensors move to the model's device.
+        loss_fn: ``loss_fn(model, *batch)``, the mean loss of a batch. A batch counts by its examples: the length of its first
+            tensor.
+        method: ``"hesscale_gn"``; ``"ggn"`` (exact), ``"ggn_mc"`` or ``"ggn_mc_per_sample"`` for the Gauss-Newton diagonal; or
+            ``"empirical_fisher"`` for the mean of each sample's own squared gradient.
+        num_samples: how many draws the random methods and the calibration average for each batch.
+        calibrate: scale HesScaleGN so that its sum over each parameter and batch is that of a Monte-Carlo estimate.
+        generator: random number generator of the draws; None for torch's default generator.
+
+    Example:
+        >>> import torch
+        >>> from hesscale.uses.continual import importance
+        >>> model, x = torch.nn.Linear(2, 1, bias=False), torch.tensor([[1.0, 2.0], [3.0, 0.0]])
+        >>> importance(model, [x], lambda model, x: model(x).square().mean())
+        {'weight': tensor([[10.,  4.]])}
+    """
+    check_method(method, calibrate, (*METHODS, EMPIRICAL_FISHER))
+    if method == EMPIRICAL_FISHER:
+        diagonals = partial(estimate, method)
+    else:
+        diagonals = partial(gauss_newton, method=method, num_samples=num_samples, calibrate=calibrate, generator=generator)
+    named = trained(model)
+    device = next(iter(named.values())).device
+    total = {name: zeros(p) for name, p in named.items()}
+    count, modes = 0, {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        for batch in loader:
+            arguments, size = arguments_of(batch, device)
+            with torch.enable_grad():
+                loss = loss_fn(model, *arguments)
+            for sum_, diagonal in zip(total.values(), diagonals(loss, list(named.values())), strict=True):
+                sum_.add_(diagonal, alpha=size)
+            count += size
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    if count == 0:
+        raise ValueError("the loader has no batches, or they are empty; if it is an iterator, create a new one")
+    return {name: sum_ / count for name, sum_ in total.items()}
+
+
+class EWC:
+    """Elastic weight consolidation (Kirkpatrick et al., 2017), with any importance in place of the Fisher diagonal.
+
+    After each task, :meth:`consolidate` remembers the parameters θ* and their importance F. While the next task is trained, add
+    λ times :meth:`penalty` to the loss:
+
+        ½ Σ_t Σ_i F_ti (θ_i − θ*_ti)²
+
+    With ``decay=γ`` it is the online variant (Schwarz et al., 2018), whose memory does not grow: there is one θ*, that of the
+    latest task, and F ← γ F + F_t.
+
+    Args:
+        model: whose parameters that require gradients are held.
+        decay: γ, from 0 to 1; None for a term per task.
+
+    Example:
+        >>> import torch
+        >>> from hesscale.uses.continual import EWC
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> ewc = EWC(model)
+        >>> ewc.consolidate({"weight": torch.tensor([[10.0, 4.0]])})
+        >>> with torch.no_grad():
+        ...     _ = model.weight.add_(1)
+        >>> ewc.penalty()
+        tensor(7., grad_fn=<MulBackward0>)
+    """
+
+    def __init__(self, model: nn.Module, *, decay: float | None = None) -> None:
+        if decay is not None and not 0 <= decay <= 1:
+            raise ValueError(f"{decay=} must be between 0 and 1, or None for a term per task")
+        self.model, self.decay = model, decay
+        self.terms: list[dict[str, dict[str, Tensor]]] = []
+
+    @torch.no_grad()
+    def consolidate(self, importance: Mapping[str, Tensor]) -> None:
+        """Remember the present parameters, and the importance of each by name: a tensor of its shape, nowhere negative."""
+        named = trained(self.model)
+        if set(importance) - set(named):
+            unknown = ", ".join(sorted(set(importance) - set(named)))
+            raise ValueError(f"{unknown}: not a parameter of the model that requires gradients; they are {', '.join(named)}")
+        for name, value in importance.items():
+            check(name, value, named[name])
+        term = {
+            "importance": {name: value.detach().to(named[name], copy=True) for name, value in importance.items()},
+            "anchor": {name: named[name].detach().clone() for name in importance},
+        }
+        if self.decay is not None and self.terms:
+            for name, value in self.terms.pop()["importance"].items():
+                kept = term["importance"].setdefault(name, torch.zeros_like(value))
+                kept.add_(value, alpha=self.decay)
+                term["anchor"].setdefault(name, named[name].detach().clone())
+        self.terms.append(term)
+
+    def penalty(self) -> Tensor:
+        """½ Σ_t Σ_i F_ti (θ_i − θ*_ti)², and zero before the first :meth:`consolidate`."""
+        named = trained(self.model)
+        total = next(iter(named.values())).new_zeros(())
+        for term in self.terms:
+            for name, value in term["importance"].items():
+                total = total + (value * (named[name] - term["anchor"][name]).square()).sum()
+        return 0.5 * total
+
+    def state_dict(self) -> dict[str, Any]:
+        """What :meth:`load_state_dict` takes. It can be saved, and loaded with ``torch.load(…, weights_only=True)``."""
+        return {"decay": self.decay, "terms": [{kind: dict(tensors) for kind, tensors in term.items()} for term in self.terms]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a :meth:`state_dict` of an object for the same model. The parameters are the model's own to load."""
+        named = trained(self.model)
+        terms = []
+        for term in state["terms"]:
+            for kind in ("importance", "anchor"):
+                for name, value in term[kind].items():
+                    if name not in named or named[name].shape != value.shape:
+                        found = f"one of shape {tuple(named[name].shape)}" if name in named else "none"
+                        raise ValueError(
+                            f"the state has a parameter {name} of shape {tuple(value.shape)}, and the model has {found}; "
+                            "load it with the model that it was saved with"
+                        )
+            terms.append({kind: {k: v.detach().to(named[k], copy=True) for k, v in term[kind].items()} for kind in term})
+        self.decay, self.terms = state["decay"], terms
+
+
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that require gradients."""
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not named:
+        raise ValueError("the model has no parameter that requires gradients")
+    return named
+
+
+def check(name: str, value: Tensor, p: Tensor) -> None:
+    if value.shape != p.shape:
+        raise ValueError(f"the importance of {name} has shape {tuple(value.shape)}, and the parameter {tuple(p.shape)}")
+    lowest = float(value.min()) if value.numel() else 0.0
+    if not (lowest >= 0 and math.isfinite(float(value.sum()))):
+        raise ValueError(
+            f"the importance of {name} has entries that are negative or not finite (the smallest is {lowest:g}), and the penalty "
+            "would have no minimum; use a method that is never negative for your loss, such as 'empirical_fisher'"
+        )

@@ -1,0 +1,234 @@
+"""Mean gradients and curvature diagonals over the batches of a data set. Whatever the passes change is restored."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ..engine.backward import grad
+from ..errors import NonFiniteError, UnsupportedOperator
+from ..estimators import estimate, names
+
+LossFunction = Callable[..., Tensor]
+RECURSIONS = ("hesscale", "hesscale_gn", "bl89")  # their diagonal comes with the gradient, in one pass
+
+
+class Derivatives(NamedTuple):
+    """Of the mean loss with respect to one parameter.
+
+    Attributes:
+        gradient: of the parameter's shape.
+        diagonal: the curvature diagonal, of the same shape.
+        ratio: the sum of the Gauss-Newton diagonal, estimated without bias, as a multiple of HesScaleGN's sum; None if it was not
+            measured or HesScaleGN is zero.
+        ratio_error: the standard error of the ratio over batches; None for a single batch.
+    """
+
+    gradient: Tensor
+    diagonal: Tensor
+    ratio: float | None = None
+    ratio_error: float | None = None
+
+
+class Averages(NamedTuple):
+    """What a pass over the data found.
+
+    Attributes:
+        of: the derivatives by the parameters' names.
+        loss: the mean loss.
+        examples, batches: how many there were.
+    """
+
+    of: dict[str, Derivatives]
+    loss: float
+    examples: int
+    batches: int
+
+
+def mean_derivatives(
+    model: nn.Module,
+    loader: Iterable[Any],
+    loss_fn: LossFunction,
+    *,
+    method: str = "hesscale_gn",
+    num_samples: int = 0,
+    calibrate: bool = False,
+    max_batches: int | None = None,
+    training: bool = False,
+    seed: int = 0,
+) -> Averages:
+    """The gradient and a curvature diagonal of the mean loss, for each parameter that requires gradients.
+
+    A batch counts by its examples, whose number is the length of its first tensor. The model is in evaluation mode meanwhile.
+    Afterwards its modes, its buffers and torch's random number generators are as before. No ``.grad`` or ``hess_diag`` changes.
+
+    Args:
+        loader: batches. A tuple or list is unpacked, anything else is one argument; tensors move to the model's device.
+        loss_fn: ``loss_fn(model, *batch)``, the mean loss of a batch.
+        method: one of :func:`hesscale.estimators.names`.
+        num_samples: draws of ``ggn_mc`` per batch, which compare the sum of HesScaleGN with an unbiased one; 0 for no comparison.
+        calibrate: multiply each diagonal by that ratio; for ``method="hesscale_gn"`` and at least one draw.
+        max_batches: the most batches to use.
+        training: put the model in training mode instead.
+        seed: of the random draws, and of dropout in training mode.
+
+    Example:
+        >>> import torch
+        >>> from hesscale.uses.derivatives import mean_derivatives
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> found = mean_derivatives(model, torch.tensor([[[1.0]], [[3.0]]]), lambda model, x: model(x).square().mean())
+        >>> found.of["weight"].diagonal
+        tensor([[10.]])
+    """
+    check(loss_fn, method, num_samples, calibrate)
+    params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not params:
+        raise ValueError("no parameter of the model requires gradients")
+    sums = {name: (zeros(p), zeros(p)) for name, p in params.items()}
+    ratios = {name: Ratio() for name in params}
+    total_loss, examples, batches = 0.0, 0, 0
+    device = next(iter(params.values())).device
+    generator = torch.Generator(device).manual_seed(seed)
+    with undisturbed(model, training, seed), torch.enable_grad():
+        for batch in itertools.islice(loader, max_batches):
+            arguments, size = arguments_of(batch, device)
+            loss = loss_fn(model, *arguments)
+            gradients, diagonals = derivatives(loss, list(params.values()), method, generator, keep=num_samples > 0)
+            for (gradient_sum, diagonal_sum), g, h in zip(sums.values(), gradients, diagonals, strict=True):
+                gradient_sum.add_(g, alpha=size)
+                diagonal_sum.add_(h, alpha=size)
+            if num_samples:
+                compare(loss, list(params.values()), method, diagonals, num_samples, generator, size, list(ratios.values()))
+            total_loss, examples, batches = total_loss + size * float(loss.detach()), examples + size, batches + 1
+    if not examples:
+        raise ValueError("the loader has no batches, or they are empty")
+    found = {}
+    for name, (gradient, diagonal) in sums.items():
+        if not (gradient.isfinite().all() and diagonal.isfinite().all()):
+            raise NonFiniteError(f"the derivatives with respect to {name} are not finite; the loss is {total_loss / examples:g}")
+        ratio = ratios[name]
+        factor = (1.0 if ratio.value is None else ratio.value) if calibrate else 1.0
+        found[name] = Derivatives(gradient / examples, diagonal * (factor / examples), ratio.value, ratio.error)
+    return Averages(found, total_loss / examples, examples, batches)
+
+
+def check(loss_fn: LossFunction, method: str, num_samples: int, calibrate: bool) -> None:
+    if isinstance(loss_fn, nn.Module):
+        raise TypeError(
+            f"loss_fn is the module {type(loss_fn).__name__}, but it is called with the model and a batch. "
+            "Pass a function, such as lambda model, x, y: criterion(model(x), y)"
+        )
+    if method not in names():
+        raise ValueError(f"no estimator is called {method!r}; there are {', '.join(map(repr, names()))}")
+    if num_samples < 0:
+        raise ValueError(f"num_samples must be at least 0, not {num_samples}")
+    if calibrate and (method != "hesscale_gn" or not num_samples):
+        raise ValueError(
+            f"calibrate=True needs method='hesscale_gn' and num_samples of at least 1, not method={method!r} and "
+            f"num_samples={num_samples}"
+        )
+
+
+def zeros(p: Tensor) -> Tensor:
+    """To add up in, at least in single precision."""
+    return torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32), requires_grad=False)
+
+
+def arguments_of(batch: Any, device: torch.device) -> tuple[tuple[Any, ...], int]:
+    """The arguments of ``loss_fn`` after the model, on this device, and how many examples they hold."""
+    moved = tree_map(lambda leaf: leaf.to(device) if hasattr(leaf, "to") else leaf, batch)
+    sizes = [len(leaf) for leaf in tree_leaves(moved) if isinstance(leaf, Tensor) and leaf.dim()]
+    return tuple(moved) if isinstance(moved, tuple | list) else (moved,), sizes[0] if sizes else 1
+
+
+def derivatives(
+    loss: Tensor, params: list[nn.Parameter], method: str, generator: torch.Generator, keep: bool
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The gradient and the diagonal of one batch, zero for parameters that the loss does not depend on."""
+    gradients: Sequence[Tensor | None]
+    diagonals: Sequence[Tensor | None]
+    if method in RECURSIONS:
+        gradients, diagonals = grad(loss, params, method=method, retain_graph=keep, allow_unused=True)
+    else:
+        gradients = torch.autograd.grad(loss, params, retain_graph=True, allow_unused=True)
+        diagonals = estimate(method, loss, params, generator=generator, retain_graph=keep)
+    return in_full(gradients, params), in_full(diagonals, params)
+
+
+def in_full(found: Sequence[Tensor | None], params: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.zeros_like(p) if t is None else t for t, p in zip(found, params, strict=True)]
+
+
+def compare(
+    loss: Tensor,
+    params: list[nn.Parameter],
+    method: str,
+    diagonals: list[Tensor],
+    num_samples: int,
+    generator: torch.Generator,
+    size: int,
+    ratios: list[Ratio],
+) -> None:
+    """Add the sums of HesScaleGN and of draws of the Gauss-Newton diagonal on one batch."""
+    try:
+        if method != "hesscale_gn":
+            diagonals = derivatives(loss, params, "hesscale_gn", generator, keep=True)[1]
+        drawn = estimate("ggn_mc", loss, params, num_samples=num_samples, generator=generator)
+    except (ValueError, UnsupportedOperator) as error:
+        raise type(error)(f"{error}. To leave out the comparison with Monte-Carlo draws, pass num_samples=0") from error
+    for ratio, a, b in zip(ratios, diagonals, drawn, strict=True):
+        ratio.add(float(b.double().sum()), float(a.double().sum()), size)
+
+
+@dataclass
+class Ratio:
+    """A quotient of two means over batches, with its standard error from how much the batches differ."""
+
+    pairs: list[tuple[float, float]] = field(default_factory=list)
+
+    def add(self, above: float, below: float, weight: int) -> None:
+        self.pairs.append((weight * above, weight * below))
+
+    @property
+    def value(self) -> float | None:
+        below = sum(b for _, b in self.pairs)
+        return sum(a for a, _ in self.pairs) / below if below else None
+
+    @property
+    def error(self) -> float | None:
+        """By linearization: the spread of a − r b over the mean of b."""
+        if (ratio := self.value) is None or len(self.pairs) < 2:
+            return None
+        spread = statistics.stdev([a - ratio * b for a, b in self.pairs])
+        return spread / abs(statistics.fmean(b for _, b in self.pairs)) / math.sqrt(len(self.pairs))
+
+
+@contextlib.contextmanager
+def undisturbed(model: nn.Module, training: bool, seed: int) -> Iterator[None]:
+    """In one mode and with a seed; afterwards modes, buffers and random number generators are as before."""
+    modes = [(module, module.training) for module in model.modules()]
+    held = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+    values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    devices = {p.device for p in model.parameters() if p.is_cuda}
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(seed)
+        model.train(training)
+        try:
+            yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+            with torch.no_grad():
+                for named, before in held:
+                    named.update(before)
+                for buffer, value in values:
+                    buffer.copy_(value)

@@ -1,0 +1,175 @@
+"""Pruning by saliency: how much the loss is expected to rise when a weight becomes zero.
+
+To second order, with a diagonal Hessian, w → 0 changes the loss by −g w + ½ h w². Optimal Brain Damage (LeCun, Denker & Solla
+1989) leaves out the first term, since g vanishes in a minimum. The weights with the lowest saliency are pruned, by
+:mod:`torch.nn.utils.prune`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import prune
+
+from .derivatives import LossFunction, mean_derivatives
+
+Place = tuple[nn.Module, str]  # a module and the name of its parameter, as torch.nn.utils.prune has it
+SCOPES = ("global", "layer")
+LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+def weights_of(model: nn.Module) -> list[Place]:
+    """The weights of linear layers and convolutions.
+
+    Example:
+        >>> from torch import nn
+        >>> from hesscale.uses.pruning import weights_of
+        >>> weights_of(nn.Sequential(nn.Linear(2, 3), nn.ReLU()))
+        [(Linear(in_features=2, out_features=3, bias=True), 'weight')]
+    """
+    return [(module, "weight") for module in model.modules() if isinstance(module, LAYERS)]
+
+
+def saliency(
+    model: nn.Module,
+    loader: Iterable[Any],
+    loss_fn: LossFunction,
+    *,
+    places: Sequence[Place] | None = None,
+    gradient: bool = False,
+    **options: Any,
+) -> dict[Place, Tensor]:
+    """½ h w² for every weight w, or −g w + ½ h w² with ``gradient=True``; g and h belong to the mean loss.
+
+    The result can be the ``importance_scores`` of :func:`torch.nn.utils.prune.global_unstructured`. That function ranks by
+    magnitude, so it needs scores that are not negative, as those of HesScaleGN without the gradient term.
+
+    Args:
+        places: modules with the names of their parameters; :func:`weights_of` the model by default.
+        gradient: add the first-order term.
+        options: of :func:`hesscale.uses.mean_derivatives`, such as ``method`` and ``max_batches``. By default, h is HesScaleGN,
+            whose error differs between layers. With ``num_samples=1, calibrate=True``, each layer has the right sum.
+
+    Example:
+        >>> import torch
+        >>> from hesscale.uses.pruning import saliency
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> _ = torch.nn.init.constant_(model.weight, 3.0)
+        >>> scores = saliency(model, [torch.tensor([[1.0, 2.0]])], lambda model, x: model(x).square().mean())
+        >>> scores[model, "weight"]
+        tensor([[ 9., 36.]])
+    """
+    found = mean_derivatives(model, loader, loss_fn, **options).of
+    names = {id(p): name for name, p in model.named_parameters()}
+    scores = {}
+    for module, name in weights_of(model) if places is None else places:
+        parameter = original(module, name)
+        if names.get(id(parameter)) not in found:
+            raise ValueError(f"{name} of {module} is not a parameter of the model that requires gradients")
+        derivatives = found[names[id(parameter)]]
+        w = getattr(module, name).detach()
+        score = derivatives.diagonal * w * w / 2
+        scores[module, name] = score - derivatives.gradient * w if gradient else score
+    return scores
+
+
+def prune_weights(scores: Mapping[Place, Tensor], sparsity: float, *, scope: str = "global") -> None:
+    """Mask the weights with the lowest scores, until a share ``sparsity`` of all weights is zero.
+
+    Weights that are masked already stay so and count. The masks are those of :mod:`torch.nn.utils.prune`, whose ``remove`` makes
+    them permanent.
+
+    Args:
+        scores: as :func:`saliency` returns them.
+        sparsity: from 0 to 1.
+        scope: ``"global"`` to rank the weights of all layers together, ``"layer"`` to prune the same share of each.
+
+    Example:
+        >>> import torch
+        >>> from hesscale.uses.pruning import prune_weights
+        >>> layer = torch.nn.Linear(4, 1)
+        >>> prune_weights({(layer, "weight"): torch.tensor([[3.0, 1.0, -2.0, 4.0]])}, 0.5)
+        >>> layer.weight_mask
+        tensor([[1., 0., 0., 1.]])
+    """
+    check(scores, sparsity, scope)
+    masks = [mask_of(place) for place in scores]
+    ranked = [score.masked_fill(mask == 0, -torch.inf).flatten() for score, mask in zip(scores.values(), masks, strict=True)]
+    apply(scores, [kept.view_as(mask) for kept, mask in zip(keep(ranked, sparsity, scope), masks, strict=True)])
+
+
+def prune_channels(scores: Mapping[Place, Tensor], sparsity: float, *, scope: str = "global", dim: int = 0) -> None:
+    """Mask the channels with the lowest sum of scores, until a share ``sparsity`` of all channels is zero.
+
+    Under ``scope="global"``, channels of all layers are ranked together, and the best channel of each layer stays in any case.
+
+    Args:
+        scores: as :func:`saliency` returns them. Leave out the layer that makes the outputs.
+        sparsity: from 0 to 1.
+        scope: ``"global"`` or ``"layer"``, as in :func:`prune_weights`.
+        dim: the dimension of the channels; 0 has the outputs of linear layers and convolutions.
+
+    Example:
+        >>> import torch
+        >>> from hesscale.uses.pruning import prune_channels
+        >>> layer = torch.nn.Linear(2, 2)
+        >>> prune_channels({(layer, "weight"): torch.tensor([[3.0, 3.0], [1.0, 4.0]])}, 0.5)
+        >>> layer.weight_mask
+        tensor([[1., 1.],
+                [0., 0.]])
+    """
+    check(scores, sparsity, scope)
+    masks = [mask_of(place) for place in scores]
+    rows = [(score * mask).movedim(dim, 0).flatten(1) for score, mask in zip(scores.values(), masks, strict=True)]
+    alive = [mask.movedim(dim, 0).flatten(1).any(1) for mask in masks]
+    ranked = [row.sum(1).masked_fill(~is_alive, -torch.inf) for row, is_alive in zip(rows, alive, strict=True)]
+    if scope == "global":
+        for total in ranked:
+            total[total.argmax()] = torch.inf
+    kept = keep(ranked, sparsity, scope)
+    shapes = [[-1 if d == dim % mask.dim() else 1 for d in range(mask.dim())] for mask in masks]
+    apply(scores, [mask * k.view(shape) for mask, k, shape in zip(masks, kept, shapes, strict=True)])
+
+
+def original(module: nn.Module, name: str) -> Any:
+    """The parameter itself, which is called ``weight_orig`` once ``weight`` has been pruned."""
+    found = getattr(module, f"{name}_orig", None)
+    return getattr(module, name) if found is None else found
+
+
+def mask_of(place: Place) -> Tensor:
+    module, name = place
+    mask = getattr(module, f"{name}_mask", None)
+    return torch.ones_like(getattr(module, name)) if mask is None else mask
+
+
+def check(scores: Mapping[Place, Tensor], sparsity: float, scope: str) -> None:
+    if not scores:
+        raise ValueError("there are no scores, so there is nothing to prune")
+    if not 0 <= sparsity <= 1:
+        raise ValueError(f"sparsity is a share from 0 to 1, not {sparsity}")
+    if scope not in SCOPES:
+        raise ValueError(f"scope={scope!r} is not one of {', '.join(map(repr, SCOPES))}")
+    for (module, name), score in scores.items():
+        if score.shape != getattr(module, name).shape:
+            raise ValueError(f"the scores of {name} have shape {tuple(score.shape)}, it has {tuple(getattr(module, name).shape)}")
+    if len({id(original(*place)) for place in scores}) < len(scores):
+        raise ValueError("two places share one parameter, which torch.nn.utils.prune would separate; give one of them")
+
+
+def keep(ranked: Sequence[Tensor], sparsity: float, scope: str) -> list[Tensor]:
+    """1 where an entry stays, 0 for the lowest ones: a share of all entries, or of those of each tensor."""
+    if scope == "layer":
+        return [keep([scores], sparsity, "global")[0] for scores in ranked]
+    together = torch.cat(list(ranked))
+    kept = torch.ones_like(together)
+    kept[together.argsort(stable=True)[: round(sparsity * len(together))]] = 0
+    return list(kept.split([len(scores) for scores in ranked]))
+
+
+def apply(scores: Mapping[Place, Tensor], masks: Sequence[Tensor]) -> None:
+    for (module, name), mask in zip(scores, masks, strict=True):
+        prune.custom_from_mask(module, name, mask)

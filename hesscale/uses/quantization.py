@@ -1,0 +1,102 @@
+"""Bits per layer: weights that bend the loss more are rounded more finely.
+
+To second order and in a minimum, a change of a weight by Δ raises the loss by ½ h Δ². :func:`costs` sums this over each layer for
+several numbers of bits, :func:`allocate` chooses the bits of all layers under a budget, and :func:`quantize` rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+BITS = (2, 3, 4, 5, 6, 7, 8)
+
+
+def rounded(weight: Tensor, bits: int) -> Tensor:
+    """The nearest of 2^bits − 1 evenly spaced values from −max|w| to max|w|, zero among them, for each output channel.
+
+    Example:
+        >>> import torch
+        >>> from hesscale.uses.quantization import rounded
+        >>> rounded(torch.tensor([[1.0, 0.6, 0.2, -0.9]]), bits=2)
+        tensor([[ 1.,  1.,  0., -1.]])
+    """
+    if bits < 2:
+        raise ValueError(f"the values are −1, 0 and 1 times a step at least, which takes 2 bits, not {bits}")
+    levels = 2 ** (bits - 1) - 1
+    dims = tuple(range(1, weight.dim()))
+    step = weight.abs().amax(dims, keepdim=True) / levels if dims else weight.abs().max() / levels
+    return torch.where(step > 0, (weight / step).round() * step, weight)
+
+
+@torch.no_grad()
+def costs(
+    weights: Mapping[str, Tensor], diagonals: Mapping[str, Tensor], bits: Sequence[int] = BITS
+) -> dict[str, dict[int, float]]:
+    """Σ ½ h Δ² for each weight and each number of bits, with Δ the change by :func:`rounded`.
+
+    Args:
+        weights: by name.
+        diagonals: h of the same names, which should not be negative: HesScaleGN or a Gauss-Newton diagonal.
+        bits: the numbers of bits to choose from.
+    """
+    return {
+        name: {b: float((diagonals[name] * (rounded(w, b) - w).square()).double().sum() / 2) for b in bits}
+        for name, w in weights.items()
+    }
+
+
+def allocate(found: Mapping[str, Mapping[int, float]], sizes: Mapping[str, int], budget: float) -> dict[str, int]:
+    """The bits of each weight, so that they take at most ``budget`` bits on average and the sum of costs is low.
+
+    All begin with the fewest bits. Then the step to more bits that lowers the costs most for its size is taken, again and again,
+    as long as one fits. A step may skip numbers of bits that do not help.
+
+    Args:
+        found: costs, as from :func:`costs`.
+        sizes: the number of entries of each weight.
+        budget: in bits per entry.
+
+    Example:
+        >>> from hesscale.uses.quantization import allocate
+        >>> allocate({"a": {2: 8.0, 4: 1.0}, "b": {2: 0.2, 4: 0.1}}, {"a": 10, "b": 10}, budget=3)
+        {'a': 4, 'b': 2}
+    """
+    chosen = {name: min(options) for name, options in found.items()}
+    room = budget * sum(sizes[name] for name in found) - sum(sizes[name] * bits for name, bits in chosen.items())
+    if room < 0:
+        least = sum(sizes[name] * bits for name, bits in chosen.items()) / sum(sizes[name] for name in found)
+        raise ValueError(f"a budget of {budget:g} bits is not enough: the fewest bits to choose from take {least:g}")
+    while True:
+        steps = [
+            ((cost - found[name][now]) / size, name, bits)
+            for name, now in chosen.items()
+            for bits, cost in found[name].items()
+            if 0 < (size := sizes[name] * (bits - now)) <= room and cost < found[name][now]
+        ]
+        if not steps:
+            return chosen
+        _, name, bits = min(steps)
+        room -= sizes[name] * (bits - chosen[name])
+        chosen[name] = bits
+
+
+@torch.no_grad()
+def quantize(model: nn.Module, bits: Mapping[str, int]) -> None:
+    """Round these parameters of a model in place, each to its number of bits. They stay floating-point numbers.
+
+    Example:
+        >>> import torch
+        >>> from hesscale.uses.quantization import quantize
+        >>> layer = torch.nn.Linear(3, 4)
+        >>> quantize(layer, {"weight": 2})
+        >>> [len(row.unique()) <= 3 for row in layer.weight]
+        [True, True, True, True]
+    """
+    params = dict(model.named_parameters())
+    if missing := bits.keys() - params.keys():
+        raise ValueError(f"the model has no parameters {', '.join(sorted(missing))}")
+    for name, b in bits.items():
+        params[name].copy_(rounded(params[name], b))

@@ -1,0 +1,126 @@
+"""What :func:`hesscale.inspect` returns: rows as plain dictionaries, which print as tables."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+QUANTILES = (0.05, 0.5, 0.95)
+WIDTH, NAME_WIDTH = 80, 20  # of a printed report, and of a parameter's name in it
+MANY_LONG = 0.1  # of a parameter's entries with long steps, from which on a remark says so
+FAR_OFF = 3.0  # a ratio of the Gauss-Newton diagonal to HesScaleGN, from which on a remark says so
+
+
+@dataclass(frozen=True)
+class CurvatureReport:
+    """The Hessian diagonal h and the gradient g of the mean loss, parameter by parameter.
+
+    Attributes:
+        rows: one dictionary per parameter: ``parameter``, ``module``, ``shape``; ``mean``, ``quantile_0.05``, ``quantile_0.5``
+            and ``quantile_0.95`` of h, and the shares ``negative`` and ``zero``; ``gradient_norm``; ``units`` (outputs of a
+            weight, entries of a vector) and ``dead_units``, which have neither gradient nor curvature on any batch;
+            ``median_step``, of |g/h| where g is not zero, and ``long_steps``, the share of entries with |g| > ``max_step`` |h|;
+            ``ggn_ratio``, the sum of the Gauss-Newton diagonal as a multiple of HesScaleGN's, and ``ggn_ratio_error``, its
+            standard error.
+        largest: for each parameter the entry with the largest h, largest first: ``parameter``, ``index``, ``diagonal``,
+            ``gradient`` and ``value``.
+        method: of the diagonal.
+        max_step: the longest step that is not too long.
+        loss: the mean loss.
+        examples: how many the means are over.
+        batches: how many batches they came in.
+    """
+
+    rows: tuple[dict[str, Any], ...]
+    largest: tuple[dict[str, Any], ...]
+    method: str
+    max_step: float
+    loss: float
+    examples: int
+    batches: int
+
+    @property
+    def remarks(self) -> list[str]:
+        """What to look at, a sentence each."""
+        dead = [f"{row['parameter']} ({row['dead_units']} of {row['units']})" for row in self.rows if row["dead_units"]]
+        long = [f"{row['parameter']} ({row['long_steps']:.0%})" for row in self.rows if row["long_steps"] > MANY_LONG]
+        ratios = [(row["parameter"], row["ggn_ratio"]) for row in self.rows if row["ggn_ratio"] is not None]
+        off = [f"{name} ({ratio:.3g})" for name, ratio in ratios if not 1 / FAR_OFF < ratio < FAR_OFF]
+        found = []
+        if dead:
+            found.append(f"Units with neither gradient nor curvature on any batch: {', '.join(dead)}.")
+        if long:
+            found.append(
+                f"Parameters with a step g/|h| longer than {self.max_step:g} for many of their entries: {', '.join(long)}."
+            )
+        if off:
+            found.append(f"The Gauss-Newton diagonal as a multiple of HesScaleGN, where it is far from 1: {', '.join(off)}.")
+        return found
+
+    def tables(self) -> list[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
+        """Title, header and cells of each table."""
+        diagonals = [
+            (
+                row["parameter"],
+                *(number(row[key]) for key in ("mean", *(f"quantile_{q:g}" for q in QUANTILES))),
+                *(f"{row[key]:.1%}" for key in ("negative", "zero")),
+            )
+            for row in self.rows
+        ]
+        steps = [
+            (
+                row["parameter"],
+                number(row["gradient_norm"]),
+                number(row["median_step"]),
+                f"{row['long_steps']:.1%}",
+                f"{row['dead_units']}/{row['units']}",
+                ratio_text(row["ggn_ratio"], row["ggn_ratio_error"]),
+            )
+            for row in self.rows
+        ]
+        entries = [
+            (e["parameter"], str(list(e["index"])), *(number(e[key]) for key in ("diagonal", "gradient", "value")))
+            for e in self.largest
+        ]
+        quantiles = [f"{q:.0%}" for q in QUANTILES]
+        return [
+            ("The diagonal h", ("parameter", "mean", *quantiles, "h < 0", "h = 0"), diagonals),
+            ("Gradients and steps", ("parameter", "‖g‖", "|g/h|", "too long", "dead", "GGN ÷ HesScaleGN"), steps),
+            ("Largest entry of h of each parameter", ("parameter", "index", "h", "g", "value"), entries),
+        ]
+
+    def __str__(self) -> str:
+        batches = "1 batch" if self.batches == 1 else f"{self.batches} batches"
+        lines = [f"method {self.method}, {self.examples} examples in {batches}, mean loss {self.loss:.4g}"]
+        for title, header, cells in self.tables():
+            lines += ["", title, *text_table(header, [(shortened(row[0]), *row[1:]) for row in cells])]
+        for remark in self.remarks:
+            lines += ["", *textwrap.wrap(remark, WIDTH, break_long_words=False)]
+        return "\n".join(lines)
+
+
+def number(value: float) -> str:
+    return f"{value:.2g}"
+
+
+def ratio_text(ratio: float | None, error: float | None) -> str:
+    if ratio is None:
+        return "–"
+    return f"{ratio:.3g}" if error is None else f"{ratio:.3g} ± {float(f'{error:.1g}'):g}"
+
+
+def shortened(name: str) -> str:
+    return name if len(name) <= NAME_WIDTH else f"…{name[1 - NAME_WIDTH :]}"
+
+
+def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines with names on the left and numbers aligned right."""
+    cells = [header, *rows]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    lines = [
+        "  ".join([row[0].ljust(widths[0]), *(c.rjust(width) for c, width in zip(row[1:], widths[1:], strict=True))])
+        for row in cells
+    ]
+    return [lines[0], "  ".join("─" * width for width in widths), *lines[1:]]
