@@ -610,7 +610,7 @@ def test_targets_and_left_out_methods_have_known_names():
         (["--device", "tpu"], "no device is called 'tpu'; there are cpu, cuda"),
         (["--modes", "graph"], "the mode graph needs --device cuda"),
         (["--sweep", "layers", "--only", "3c3d"], "--sweep has its own workloads"),
-        (["--rounds", "0"], "must be positive"),
+        (["--rounds", "0"], "rounds=0 must be at least 1"),
     ],
 )
 def test_unknown_names_are_refused_with_the_known_ones(arguments, message, capsys):
@@ -750,5 +750,5 @@ class TestCommandLine:
 def test_a_missing_package_is_named_with_the_extra_that_brings_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "typer", None)
     monkeypatch.delitem(sys.modules, "hesscale.experiments.cli", raising=False)
-    with pytest.raises(ModuleNotFoundError, match=r"needs typer.*hesscale\[experiments\]"):
+    with pytest.raises(ModuleNotFoundError, match=r"needs typer: pip install .*\[experiments\]"):
         __import__("hesscale.experiments.cli")

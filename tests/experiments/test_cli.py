@@ -100,7 +100,7 @@ def test_a_sweep_asks_for_every_combination(invoke):
     [
         (["quality", "--preset", "huge"], "'huge' is not one of smoke, small, paper"),
         (["quality", "--dataset", "nothing"], "not 'nothing'"),
-        (["quality", "--seeds", "0"], "seeds must be at least 1, not 0"),
+        (["quality", "--seeds", "0"], "seeds=0 must be at least 1"),
         (["quality", "--seeds", "many"], "--seeds"),
         (["sweep", "nothing"], f"'nothing' is not one of {', '.join(NAMES)}"),
         (["sweep", "quality", "--over", "step_size"], "'step_size' is not of the form"),

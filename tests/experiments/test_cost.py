@@ -40,7 +40,7 @@ def test_the_papers_setting():
         ({"sweeps": "width"}, "no sweep is called 'width'; there are outputs, layers"),
         ({"methods": "nothing"}, "no method is called 'nothing'; there are adam"),
         ({"device": "tpu"}, "no device is called 'tpu'"),
-        ({"rounds": 0}, "must be positive"),
+        ({"rounds": 0}, "rounds=0 must be at least 1"),
         ({"most_layers": 0}, "no network of the sweep over layers has at most 0"),
     ],
 )

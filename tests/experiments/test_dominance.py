@@ -215,7 +215,7 @@ def test_tasks_are_blocks_that_more_seeds_share():
     ],
 )
 def test_settings_that_make_no_sense_are_refused_by_name(wrong):
-    with pytest.raises(ValueError, match=f"^{next(iter(wrong))} is"):
+    with pytest.raises(ValueError, match=f"^{next(iter(wrong))}(=| is)"):
         EXPERIMENT.tasks(Settings(**wrong))
 
 

@@ -134,7 +134,7 @@ def test_a_cluster_of_our_own(tmp_path, monkeypatch):
 
 def test_ray_that_is_not_installed(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ModuleNotFoundError, match=r"hesscale\[ray\]"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install .*\[ray\]"):
         run_tasks(EXPERIMENT, Store(tmp_path), [as_task(Task(0))], workers=1, data=None, command="", ray="local")
 
 

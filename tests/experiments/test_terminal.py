@@ -13,7 +13,7 @@ from rich.console import Console
 from toy_experiment import EXPERIMENT, Task
 from typer.testing import CliRunner
 
-from hesscale.experiments import cli
+from hesscale.experiments import cli, install
 from hesscale.experiments.lab import progress
 from hesscale.experiments.lab.commands import begun_before
 from hesscale.experiments.lab.estimate import time_needed
@@ -184,3 +184,11 @@ def test_bars_of_progress_fit(clock):
     text = console.file.getvalue()
     assert "5 steps/s, 30 s left" in text
     assert "return 12.5" in text
+
+
+def test_install_hints_work_from_a_checkout_and_without_one(monkeypatch, tmp_path):
+    (tmp_path / "pyproject.toml").touch()
+    monkeypatch.setattr(install, "__file__", str(tmp_path / "hesscale" / "experiments" / "install.py"))
+    assert install.how_to_install("rl") == f"pip install -e '{tmp_path}[rl]'"
+    (tmp_path / "pyproject.toml").unlink()
+    assert install.how_to_install("rl") == "pip install 'hesscale[rl]'"

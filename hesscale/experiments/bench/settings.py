@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from ..lab.choices import choose, named
+from ..lab.choices import check_least, check_numbers, choose, named
 from ..lab.experiment import option
 from .methods import AGAIN, BASELINE, EAGER, GRAPH, METHODS, MODES, Method
 from .workloads import CPU, CUDA, SWEEPS, WORKLOADS, Workload, sweep
@@ -81,8 +81,8 @@ def plan(settings: Settings) -> Work:
 def check(settings: Settings) -> None:
     if settings.device not in (CPU, CUDA):
         raise ValueError(f"no device is called {settings.device!r}; there are cpu, cuda")
-    if settings.rounds < 1 or settings.threads < 1 or settings.block <= 0 or settings.limit <= 0:
-        raise ValueError("--rounds, --threads, --block and --limit must be positive")
+    check_least(settings, {"rounds": 1, "threads": 1})
+    check_numbers(settings, positive=("block", "limit"))
     if settings.sweep and settings.only:
         raise ValueError("--sweep has its own workloads; leave --only out")
 

@@ -18,7 +18,7 @@ from ..bench.settings import IN_THE_PAPER
 from ..bench.sweeps import Key, Row, Sweep
 from ..bench.targets import spread
 from ..bench.workloads import CPU, CUDA, SWEEPS, Workload, sweep
-from ..lab.choices import choose, named
+from ..lab.choices import check_least, check_numbers, choose, named
 from ..lab.experiment import Experiment, option
 from ..lab.machine import machine
 from ..lab.plots import Finding, Plot, Section, Table
@@ -68,8 +68,8 @@ PRESETS = {
 def tasks(settings: Settings) -> list[Task]:
     if settings.device not in (CPU, CUDA):
         raise ValueError(f"no device is called {settings.device!r}; there are cpu, cuda")
-    if settings.rounds < 1 or settings.threads < 1 or not (settings.block > 0 and settings.limit > 0):
-        raise ValueError("rounds, threads, block and limit must be positive")
+    check_least(settings, {"rounds": 1, "threads": 1})
+    check_numbers(settings, positive=("block", "limit"))
     methods = [method.name for method in choose(settings.methods, METHODS, "method")]
     names = ",".join(methods if BASELINE in methods else [BASELINE, *methods])
     shared = {name: getattr(settings, name) for name in ("rounds", "block", "limit", "threads", "device")}

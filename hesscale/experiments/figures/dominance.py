@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from ..lab.choices import check_least, check_numbers
 from ..lab.data import load, names
 from ..lab.experiment import Experiment, Watched, option
 from ..lab.store import Run
@@ -67,11 +68,8 @@ class Task:
 
 def tasks(settings: Settings) -> list[Task]:
     shared = asdict(settings)
-    for name, least in {"seeds": 1, "iterations": 1, "batch": 1, "samples": 1, "seed": 0}.items():
-        if shared[name] < least:
-            raise ValueError(f"{name} is {shared[name]}; it must be at least {least}")
-    if not 0 < settings.step_size < math.inf:
-        raise ValueError(f"step_size is {settings.step_size}; it must be positive and finite")
+    check_least(settings, {"seeds": 1, "iterations": 1, "batch": 1, "samples": 1, "seed": 0})
+    check_numbers(settings, positive=["step_size"])
     for name, known in {"activation": [*ACTIVATIONS], "dataset": names()}.items():
         if shared[name] not in known:
             raise ValueError(f"{name} is {shared[name]!r}; it must be one of {', '.join(known)}")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import math
 from dataclasses import dataclass
 
 import torch
 
 from ...compile.step import BACKENDS
-from ..lab.choices import Choices, choose
+from ..lab.choices import Choices, check_least, check_numbers, choose
 from ..lab.experiment import Experiment, Watched, option
 from ..optimizers import HELP, IMAGE_OPTIMIZERS, with_step_sizes
 from ..tasks.registry import PROBLEMS
@@ -60,11 +59,8 @@ def tasks(settings: Settings) -> list[Task]:
     for name, values in {"schedule": SCHEDULES, "device": DEVICES, "backend": ("auto", *BACKENDS)}.items():
         if getattr(settings, name) not in values:
             raise ValueError(f"{name}={getattr(settings, name)!r} is not one of {', '.join(values)}")
-    for name, least in {"seeds": 1, "evaluations": 1, "steps": 0, "batch": 0, "eval_size": 0}.items():
-        if getattr(settings, name) < least:
-            raise ValueError(f"{name}={getattr(settings, name)} must be {least} or more")
-    if not 0 <= settings.eps < math.inf:
-        raise ValueError(f"eps={settings.eps} must be 0 or positive, and finite")
+    check_least(settings, {"seeds": 1, "evaluations": 1, "steps": 0, "batch": 0, "eval_size": 0})
+    check_numbers(settings, not_negative=["eps"])
     device = settings.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"

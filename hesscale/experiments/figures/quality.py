@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from ..lab.choices import check_least, check_numbers
 from ..lab.data import Dataset, load, names
 from ..lab.experiment import Experiment, Watched, option
 from ..lab.store import Run
@@ -61,17 +61,12 @@ def tasks(settings: Settings) -> list[Task]:
 
 
 def check(settings: Settings) -> None:
-    for name in ("seeds", "examples"):
-        if getattr(settings, name) < 1:
-            raise ValueError(f"{name} must be at least 1, not {getattr(settings, name)}")
+    check_least(settings, {"seeds": 1, "examples": 1, "seed": 0})
+    check_numbers(settings, positive=["step_size"])
     if settings.dataset not in names():
         raise ValueError(f"dataset must be one of {', '.join(names())}, not {settings.dataset!r}")
-    if not 0 < settings.step_size < math.inf:
-        raise ValueError(f"step_size must be positive, not {settings.step_size}")
     if settings.quirks not in ("", methods.AUTHORS):
         raise ValueError(f"quirks must be {methods.AUTHORS!r} or nothing, not {settings.quirks!r}")
-    if settings.seed < 0:
-        raise ValueError(f"seed must not be negative, and is {settings.seed}")
 
 
 def work(settings: Settings) -> str:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ...compile.step import BACKENDS
-from ..lab.choices import choose, named
+from ..lab.choices import check_least, check_numbers, choose, named
 from ..lab.experiment import Experiment, Watched, option
 from ..optimizers import HELP, IMAGE_OPTIMIZERS, with_step_sizes
 from ..vision.config import Task, group_key
@@ -66,12 +65,8 @@ def tasks(settings: Settings) -> list[Task]:
     for name, values in {**known, "backend": ("auto", *BACKENDS)}.items():
         if getattr(settings, name) not in values:
             raise ValueError(f"{name}={getattr(settings, name)!r} is not one of {', '.join(values)}")
-    if min(settings.seeds, settings.sgd_epochs, settings.evaluate_every) < 1 or min(settings.epochs, settings.batch) < 0:
-        raise ValueError("seeds, sgd_epochs and evaluate_every must be positive, epochs and batch positive or 0")
-    if not 0 < settings.trust_radius < math.inf:
-        raise ValueError(f"trust_radius={settings.trust_radius} must be positive")
-    if not (0 <= settings.l2 < math.inf and 0 <= settings.eps < math.inf):
-        raise ValueError(f"l2={settings.l2} or eps={settings.eps} is out of range")
+    check_least(settings, {"seeds": 1, "sgd_epochs": 1, "evaluate_every": 1, "epochs": 0, "batch": 0})
+    check_numbers(settings, positive=["trust_radius"], not_negative=("l2", "eps"))
     has_gpu, device = torch.cuda.is_available(), settings.device
     if device == "auto":
         device = "cuda" if has_gpu else "cpu"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
@@ -45,6 +46,21 @@ def choose(names: str, known: Mapping[str, T], what: str) -> list[T]:
         if name not in known:
             raise ValueError(f"no {what} is called {name!r}; there are {', '.join(known)}")
     return [known[name] for name in dict.fromkeys(wanted)]
+
+
+def check_least(settings: object, least: Mapping[str, int]) -> None:
+    """Raise a ValueError that names the setting which is below the least value it may have."""
+    for name, value in least.items():
+        if getattr(settings, name) < value:
+            raise ValueError(f"{name}={getattr(settings, name)} must be at least {value}")
+
+
+def check_numbers(settings: object, *, positive: Sequence[str] = (), not_negative: Sequence[str] = ()) -> None:
+    """Raise a ValueError that names the setting which is infinite or negative, or zero where it must be positive."""
+    for name in (*positive, *not_negative):
+        value = getattr(settings, name)
+        if not (0 <= value < math.inf and (value or name in not_negative)):
+            raise ValueError(f"{name}={value} must be {'positive' if name in positive else '0 or positive'}, and finite")
 
 
 def named(names: Iterable[str]) -> dict[str, str]:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..install import how_to_install
+
 PACKAGES = {  # by name on command lines: the module, the class, and the package to install
     "prodigy": ("prodigyopt", "Prodigy", "prodigyopt"),
     "dog": ("dog", "DoG", "dog-optimizer"),
@@ -33,7 +35,7 @@ class TuningFree:
         try:
             build = getattr(importlib.import_module(module), kind)
         except ModuleNotFoundError:
-            raise ModuleNotFoundError(f"the optimizer {name} needs {package}: pip install 'hesscale[experiments]'") from None
+            raise ModuleNotFoundError(f"the optimizer {name} needs {package}: {how_to_install('experiments')}") from None
         groups = [group["params"] if isinstance(group, dict) else [group] for group in params]
         self.own: torch.optim.Optimizer = build([p for group in groups for p in group], lr=lr)
         self.nonfinite_steps = 0
