@@ -40,6 +40,7 @@ site: $(VENV)/.docs ## build the documentation site into site/; warnings, such a
 models: $(VENV)/.dev $(VENV)/.integrations ## write docs/models.md anew: what happens to other people's models, in ten minutes
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -W ignore tests/models/page.py
 
+dist: export PYTHONPATH = # what is tried is the wheel
 dist: | $(BIN)/python ## build a wheel and an sdist, check them, and try the wheel in an empty environment
 	@rm -rf dist build
 	$(INSTALL) build setuptools twine
