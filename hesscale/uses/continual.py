@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..estimators import estimate
-from .derivatives import LossFunction, arguments_of, zeros
+from .derivatives import LossFunction, losses, trained, undisturbed, zeros
 from .gauss_newton import METHODS, check_method, gauss_newton
 
 __all__ = ["EWC", "importance"]
@@ -30,7 +30,8 @@ def importance(
 ) -> dict[str, Tensor]:
     """The curvature of the mean loss over a loader, by parameter name: how much each parameter matters there.
 
-    The model is in eval mode meanwhile. No ``.grad`` changes. Parameters that do not require gradients are left out.
+    The model is in evaluation mode meanwhile; its modes and buffers are restored. No ``.grad`` changes. Parameters that do not
+    require gradients are left out.
 
     Args:
         loader: batches. A tuple or list is unpacked, anything else is one argument; tensors move to the model's device.
@@ -54,25 +55,14 @@ def importance(
         diagonals = partial(estimate, method)
     else:
         diagonals = partial(gauss_newton, method=method, num_samples=num_samples, calibrate=calibrate, generator=generator)
-    named = trained(model)
-    device = next(iter(named.values())).device
-    total = {name: zeros(p) for name, p in named.items()}
-    count, modes = 0, {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        for batch in loader:
-            arguments, size = arguments_of(batch, device)
-            with torch.enable_grad():
-                loss = loss_fn(model, *arguments)
-            for sum_, diagonal in zip(total.values(), diagonals(loss, list(named.values())), strict=True):
+    params, examples = trained(model), 0
+    total = {name: zeros(p) for name, p in params.items()}
+    with undisturbed(model), torch.enable_grad():
+        for loss, size in losses(model, loader, loss_fn):
+            for sum_, diagonal in zip(total.values(), diagonals(loss, list(params.values())), strict=True):
                 sum_.add_(diagonal, alpha=size)
-            count += size
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-    if count == 0:
-        raise ValueError("the loader has no batches, or they are empty; if it is an iterator, create a new one")
-    return {name: sum_ / count for name, sum_ in total.items()}
+            examples += size
+    return {name: sum_ / examples for name, sum_ in total.items()}
 
 
 class EWC:
@@ -94,6 +84,7 @@ class EWC:
         >>> import torch
         >>> from hesscale.uses.continual import EWC
         >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> _ = torch.nn.init.zeros_(model.weight)
         >>> ewc = EWC(model)
         >>> ewc.consolidate({"weight": torch.tensor([[10.0, 4.0]])})
         >>> with torch.no_grad():
@@ -156,14 +147,6 @@ class EWC:
                         )
             terms.append({kind: {k: v.detach().to(named[k], copy=True) for k, v in term[kind].items()} for kind in term})
         self.decay, self.terms = state["decay"], terms
-
-
-def trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that require gradients."""
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if not named:
-        raise ValueError("the model has no parameter that requires gradients")
-    return named
 
 
 def check(name: str, value: Tensor, p: Tensor) -> None:

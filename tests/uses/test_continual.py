@@ -92,6 +92,24 @@ class TestImportance:
         expected = estimate("hesscale_gn", F.cross_entropy(model.eval()(x), y), [model[3].weight])[0]
         torch.testing.assert_close(found["3.weight"], expected)
 
+    def test_restores_buffers_after_an_error_too(self):
+        class Counts(nn.Linear):
+            def __init__(self):
+                super().__init__(4, 3)
+                self.register_buffer("count", torch.zeros(()))
+
+            def forward(self, x):
+                self.count += 1
+                return super().forward(x)
+
+        x, y, _ = task()
+        model = Counts()
+        importance(model, [(x, y)], mean_loss)
+        with pytest.raises(IndexError):
+            importance(model, [(x, y + 3)], mean_loss)
+        assert model.count == 0
+        assert model.training
+
     def test_of_a_model_in_half_precision_adds_up_in_single(self):
         model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
         batches = [torch.full((1, 1), 1.0, dtype=torch.bfloat16)] + 300 * [torch.full((1, 1), 0.0625, dtype=torch.bfloat16)]
@@ -103,6 +121,8 @@ class TestImportance:
         model = network()
         with pytest.raises(ValueError, match="no batches"):
             importance(model, [], mean_loss)
+        with pytest.raises(TypeError, match="module CrossEntropyLoss"):
+            importance(model, [], nn.CrossEntropyLoss())
         with pytest.raises(ValueError, match="not 'hesscale'"):
             importance(model, [], mean_loss, method="hesscale")
         with pytest.raises(ValueError, match="leave calibrate out"):
