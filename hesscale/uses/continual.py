@@ -108,24 +108,20 @@ class EWC:
             raise ValueError(f"{unknown}: not a parameter of the model that requires gradients; they are {', '.join(named)}")
         for name, value in importance.items():
             check(name, value, named[name])
-        term = {
-            "importance": {name: value.detach().to(named[name], copy=True) for name, value in importance.items()},
-            "anchor": {name: named[name].detach().clone() for name in importance},
-        }
+        weights = {name: stored(value, named[name]) for name, value in importance.items()}
         if self.decay is not None and self.terms:
             for name, value in self.terms.pop()["importance"].items():
-                kept = term["importance"].setdefault(name, torch.zeros_like(value))
-                kept.add_(value, alpha=self.decay)
-                term["anchor"].setdefault(name, named[name].detach().clone())
-        self.terms.append(term)
+                weights.setdefault(name, torch.zeros_like(value)).add_(value, alpha=self.decay)
+        params = dict(self.model.named_parameters())
+        self.terms.append({"importance": weights, "anchor": {name: params[name].detach().clone() for name in weights}})
 
     def penalty(self) -> Tensor:
         """½ Σ_t Σ_i F_ti (θ_i − θ*_ti)², and zero before the first :meth:`consolidate`."""
-        named = trained(self.model)
-        total = next(iter(named.values())).new_zeros(())
+        params = dict(self.model.named_parameters())
+        total = zeros(next(iter(params.values())).new_zeros(()))
         for term in self.terms:
             for name, value in term["importance"].items():
-                total = total + (value * (named[name] - term["anchor"][name]).square()).sum()
+                total = total + (value * (params[name] - term["anchor"][name]).to(value).square()).sum()
         return 0.5 * total
 
     def state_dict(self) -> dict[str, Any]:
@@ -134,19 +130,26 @@ class EWC:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a :meth:`state_dict` of an object for the same model. The parameters are the model's own to load."""
-        named = trained(self.model)
+        params = dict(self.model.named_parameters())
         terms = []
         for term in state["terms"]:
             for kind in ("importance", "anchor"):
                 for name, value in term[kind].items():
-                    if name not in named or named[name].shape != value.shape:
-                        found = f"one of shape {tuple(named[name].shape)}" if name in named else "none"
+                    if name not in params or params[name].shape != value.shape:
+                        found = f"one of shape {tuple(params[name].shape)}" if name in params else "none"
                         raise ValueError(
                             f"the state has a parameter {name} of shape {tuple(value.shape)}, and the model has {found}; "
                             "load it with the model that it was saved with"
                         )
-            terms.append({kind: {k: v.detach().to(named[k], copy=True) for k, v in term[kind].items()} for kind in term})
+            weights = {name: stored(value, params[name]) for name, value in term["importance"].items()}
+            anchors = {name: value.detach().to(params[name], copy=True) for name, value in term["anchor"].items()}
+            terms.append({"importance": weights, "anchor": anchors})
         self.decay, self.terms = state["decay"], terms
+
+
+def stored(importance: Tensor, p: Tensor) -> Tensor:
+    """A copy for this parameter, at least in single precision: half precision would round small importances to zero."""
+    return importance.detach().to(zeros(p), copy=True)
 
 
 def check(name: str, value: Tensor, p: Tensor) -> None:
