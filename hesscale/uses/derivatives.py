@@ -19,6 +19,7 @@ from ..errors import NonFiniteError, UnsupportedOperator
 from ..estimators import estimate, names
 
 LossFunction = Callable[..., Tensor]
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)  # their weights have outputs in the second dimension
 RECURSIONS = ("hesscale", "hesscale_gn", "bl89")  # their diagonal comes with the gradient, in one pass
 
 

@@ -122,6 +122,11 @@ def test_dead_units_are_found():
         transposed[0].bias[1] = -100
     signals = batches_of((4,), 2, 1, dtype=torch.float32)
     assert [row["dead_units"] for row in hesscale.inspect(transposed, signals, cross_entropy).rows] == [1, 1]
+    grouped = nn.Sequential(nn.ConvTranspose1d(4, 6, 1, groups=2), nn.ReLU(), nn.Flatten())
+    with torch.no_grad():
+        grouped[0].bias.fill_(10)[4] = -100
+    rows = hesscale.inspect(grouped, batches_of((4,), 4, 1, dtype=torch.float32, classes=6), cross_entropy).rows
+    assert [(row["dead_units"], row["units"]) for row in rows] == [(1, 6), (1, 6)]
 
 
 def test_a_ratio_far_from_one_is_remarked():
