@@ -1,11 +1,12 @@
 """What a Hessian diagonal is for besides optimization: a look at a network's curvature, pruning, quantization and others.
 
-Each module is built on the public functions of this package alone.
+Each module is built on the public functions of this package alone. :mod:`hesscale.uses.laplace` needs laplace-torch, and is
+imported by itself.
 """
 
-from . import pruning, quantization
+from . import continual, pruning, quantization
 from .derivatives import Averages, Derivatives, mean_derivatives
 from .inspection import inspect
 from .report import CurvatureReport
 
-__all__ = ["Averages", "CurvatureReport", "Derivatives", "inspect", "mean_derivatives", "pruning", "quantization"]
+__all__ = ["Averages", "CurvatureReport", "Derivatives", "continual", "inspect", "mean_derivatives", "pruning", "quantization"]

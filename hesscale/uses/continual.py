@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..estimators import estimate
-from .derivatives import LossFunction, arguments_of, zeros
+from .derivatives import LossFunction, losses, trained, undisturbed, zeros
 from .gauss_newton import METHODS, check_method, gauss_newton
 
 __all__ = ["EWC", "importance"]
@@ -30,7 +30,8 @@ def importance(
 ) -> dict[str, Tensor]:
     """The curvature of the mean loss over a loader, by parameter name: how much each parameter matters there.
 
-    The model is in eval mode meanwhile. No ``.grad`` changes. Parameters that do not require gradients are left out.
+    The model is in evaluation mode meanwhile; its modes and buffers are restored. No ``.grad`` changes. Parameters that do not
+    require gradients are left out.
 
     Args:
         loader: batches. A tuple or list is unpacked, anything else is one argument; tensors move to the model's device.
@@ -54,25 +55,14 @@ def importance(
         diagonals = partial(estimate, method)
     else:
         diagonals = partial(gauss_newton, method=method, num_samples=num_samples, calibrate=calibrate, generator=generator)
-    named = trained(model)
-    device = next(iter(named.values())).device
-    total = {name: zeros(p) for name, p in named.items()}
-    count, modes = 0, {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        for batch in loader:
-            arguments, size = arguments_of(batch, device)
-            with torch.enable_grad():
-                loss = loss_fn(model, *arguments)
-            for sum_, diagonal in zip(total.values(), diagonals(loss, list(named.values())), strict=True):
+    params, examples = trained(model), 0
+    total = {name: zeros(p) for name, p in params.items()}
+    with undisturbed(model), torch.enable_grad():
+        for loss, size in losses(model, loader, loss_fn):
+            for sum_, diagonal in zip(total.values(), diagonals(loss, list(params.values())), strict=True):
                 sum_.add_(diagonal, alpha=size)
-            count += size
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-    if count == 0:
-        raise ValueError("the loader has no batches, or they are empty; if it is an iterator, create a new one")
-    return {name: sum_ / count for name, sum_ in total.items()}
+            examples += size
+    return {name: sum_ / examples for name, sum_ in total.items()}
 
 
 class EWC:
@@ -94,6 +84,7 @@ class EWC:
         >>> import torch
         >>> from hesscale.uses.continual import EWC
         >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> _ = torch.nn.init.zeros_(model.weight)
         >>> ewc = EWC(model)
         >>> ewc.consolidate({"weight": torch.tensor([[10.0, 4.0]])})
         >>> with torch.no_grad():
@@ -117,24 +108,20 @@ class EWC:
             raise ValueError(f"{unknown}: not a parameter of the model that requires gradients; they are {', '.join(named)}")
         for name, value in importance.items():
             check(name, value, named[name])
-        term = {
-            "importance": {name: value.detach().to(named[name], copy=True) for name, value in importance.items()},
-            "anchor": {name: named[name].detach().clone() for name in importance},
-        }
+        weights = {name: stored(value, named[name]) for name, value in importance.items()}
         if self.decay is not None and self.terms:
             for name, value in self.terms.pop()["importance"].items():
-                kept = term["importance"].setdefault(name, torch.zeros_like(value))
-                kept.add_(value, alpha=self.decay)
-                term["anchor"].setdefault(name, named[name].detach().clone())
-        self.terms.append(term)
+                weights.setdefault(name, torch.zeros_like(value)).add_(value, alpha=self.decay)
+        params = dict(self.model.named_parameters())
+        self.terms.append({"importance": weights, "anchor": {name: params[name].detach().clone() for name in weights}})
 
     def penalty(self) -> Tensor:
         """½ Σ_t Σ_i F_ti (θ_i − θ*_ti)², and zero before the first :meth:`consolidate`."""
-        named = trained(self.model)
-        total = next(iter(named.values())).new_zeros(())
+        params = dict(self.model.named_parameters())
+        total = zeros(next(iter(params.values())).new_zeros(()))
         for term in self.terms:
             for name, value in term["importance"].items():
-                total = total + (value * (named[name] - term["anchor"][name]).square()).sum()
+                total = total + (value * (params[name] - term["anchor"][name]).to(value).square()).sum()
         return 0.5 * total
 
     def state_dict(self) -> dict[str, Any]:
@@ -143,27 +130,26 @@ class EWC:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a :meth:`state_dict` of an object for the same model. The parameters are the model's own to load."""
-        named = trained(self.model)
+        params = dict(self.model.named_parameters())
         terms = []
         for term in state["terms"]:
             for kind in ("importance", "anchor"):
                 for name, value in term[kind].items():
-                    if name not in named or named[name].shape != value.shape:
-                        found = f"one of shape {tuple(named[name].shape)}" if name in named else "none"
+                    if name not in params or params[name].shape != value.shape:
+                        found = f"one of shape {tuple(params[name].shape)}" if name in params else "none"
                         raise ValueError(
                             f"the state has a parameter {name} of shape {tuple(value.shape)}, and the model has {found}; "
                             "load it with the model that it was saved with"
                         )
-            terms.append({kind: {k: v.detach().to(named[k], copy=True) for k, v in term[kind].items()} for kind in term})
+            weights = {name: stored(value, params[name]) for name, value in term["importance"].items()}
+            anchors = {name: value.detach().to(params[name], copy=True) for name, value in term["anchor"].items()}
+            terms.append({"importance": weights, "anchor": anchors})
         self.decay, self.terms = state["decay"], terms
 
 
-def trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that require gradients."""
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if not named:
-        raise ValueError("the model has no parameter that requires gradients")
-    return named
+def stored(importance: Tensor, p: Tensor) -> Tensor:
+    """A copy for this parameter, at least in single precision: half precision would round small importances to zero."""
+    return importance.detach().to(zeros(p), copy=True)
 
 
 def check(name: str, value: Tensor, p: Tensor) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from ..errors import NonFiniteError, UnsupportedOperator
 from ..estimators import estimate, names
 
 LossFunction = Callable[..., Tensor]
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)  # their weights have outputs in the second dimension
 RECURSIONS = ("hesscale", "hesscale_gn", "bl89")  # their diagonal comes with the gradient, in one pass
 
 
@@ -76,6 +77,7 @@ def mean_derivatives(
         loss_fn: ``loss_fn(model, *batch)``, the mean loss of a batch.
         method: one of :func:`hesscale.estimators.names`.
         num_samples: draws of ``ggn_mc`` per batch, which compare the sum of HesScaleGN with an unbiased one; 0 for no comparison.
+            A random method averages as many draws of its own, and one for 0.
         calibrate: multiply each diagonal by that ratio; for ``method="hesscale_gn"`` and at least one draw.
         max_batches: the most batches to use.
         training: put the model in training mode instead.
@@ -89,44 +91,32 @@ def mean_derivatives(
         >>> found.of["weight"].diagonal
         tensor([[10.]])
     """
-    check(loss_fn, method, num_samples, calibrate)
-    params = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if not params:
-        raise ValueError("no parameter of the model requires gradients")
+    check(method, num_samples, calibrate)
+    params = trained(model)
     sums = {name: (zeros(p), zeros(p)) for name, p in params.items()}
     ratios = {name: Ratio() for name in params}
     total_loss, examples, batches = 0.0, 0, 0
-    device = next(iter(params.values())).device
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator(next(iter(params.values())).device).manual_seed(seed)
     with undisturbed(model, training, seed), torch.enable_grad():
-        for batch in itertools.islice(loader, max_batches):
-            arguments, size = arguments_of(batch, device)
-            loss = loss_fn(model, *arguments)
-            gradients, diagonals = derivatives(loss, list(params.values()), method, generator, keep=num_samples > 0)
+        for loss, size in losses(model, loader, loss_fn, max_batches):
+            gradients, diagonals = derivatives(loss, list(params.values()), method, num_samples, generator)
             for (gradient_sum, diagonal_sum), g, h in zip(sums.values(), gradients, diagonals, strict=True):
                 gradient_sum.add_(g, alpha=size)
                 diagonal_sum.add_(h, alpha=size)
             if num_samples:
                 compare(loss, list(params.values()), method, diagonals, num_samples, generator, size, list(ratios.values()))
             total_loss, examples, batches = total_loss + size * float(loss.detach()), examples + size, batches + 1
-    if not examples:
-        raise ValueError("the loader has no batches, or they are empty")
     found = {}
     for name, (gradient, diagonal) in sums.items():
-        if not (gradient.isfinite().all() and diagonal.isfinite().all()):
-            raise NonFiniteError(f"the derivatives with respect to {name} are not finite; the loss is {total_loss / examples:g}")
         ratio = ratios[name]
         factor = (1.0 if ratio.value is None else ratio.value) if calibrate else 1.0
         found[name] = Derivatives(gradient / examples, diagonal * (factor / examples), ratio.value, ratio.error)
+        if not (found[name].gradient.isfinite().all() and found[name].diagonal.isfinite().all()):
+            raise NonFiniteError(f"the derivatives with respect to {name} are not finite; the loss is {total_loss / examples:g}")
     return Averages(found, total_loss / examples, examples, batches)
 
 
-def check(loss_fn: LossFunction, method: str, num_samples: int, calibrate: bool) -> None:
-    if isinstance(loss_fn, nn.Module):
-        raise TypeError(
-            f"loss_fn is the module {type(loss_fn).__name__}, but it is called with the model and a batch. "
-            "Pass a function, such as lambda model, x, y: criterion(model(x), y)"
-        )
+def check(method: str, num_samples: int, calibrate: bool) -> None:
     if method not in names():
         raise ValueError(f"no estimator is called {method!r}; there are {', '.join(map(repr, names()))}")
     if num_samples < 0:
@@ -138,29 +128,63 @@ def check(loss_fn: LossFunction, method: str, num_samples: int, calibrate: bool)
         )
 
 
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that require gradients."""
+    params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not params:
+        raise ValueError("the model has no parameter that requires gradients")
+    return params
+
+
 def zeros(p: Tensor) -> Tensor:
     """To add up in, at least in single precision."""
     return torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32), requires_grad=False)
 
 
+def losses(
+    model: nn.Module, loader: Iterable[Any], loss_fn: LossFunction, max_batches: int | None = None
+) -> Iterator[tuple[Tensor, int]]:
+    """The loss of each batch that is not empty, and how many examples it holds."""
+    if isinstance(loss_fn, nn.Module):
+        raise TypeError(
+            f"loss_fn is the module {type(loss_fn).__name__}, but it is called with the model and a batch. "
+            "Pass a function, such as lambda model, x, y: criterion(model(x), y)"
+        )
+    device, is_empty = next(iter(trained(model).values())).device, True
+    for batch in itertools.islice(loader, max_batches):
+        arguments, size = arguments_of(batch, device)
+        if size:
+            is_empty = False
+            yield loss_fn(model, *arguments), size
+    if is_empty:
+        raise ValueError("the loader has no batches, or they are empty; if it is an iterator, create a new one")
+
+
 def arguments_of(batch: Any, device: torch.device) -> tuple[tuple[Any, ...], int]:
     """The arguments of ``loss_fn`` after the model, on this device, and how many examples they hold."""
     moved = tree_map(lambda leaf: leaf.to(device) if hasattr(leaf, "to") else leaf, batch)
-    sizes = [len(leaf) for leaf in tree_leaves(moved) if isinstance(leaf, Tensor) and leaf.dim()]
-    return tuple(moved) if isinstance(moved, tuple | list) else (moved,), sizes[0] if sizes else 1
+    leaves = tree_leaves(tree_map(lambda leaf: dict(leaf) if isinstance(leaf, Mapping) else leaf, moved))
+    sizes = [len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
+    if not sizes:
+        raise ValueError(
+            f"a batch of type {type(batch).__name__} has no tensor that tells its number of examples; "
+            "a batch must be a tensor, or a tuple, list or mapping with one"
+        )
+    return tuple(moved) if isinstance(moved, tuple | list) else (moved,), sizes[0]
 
 
 def derivatives(
-    loss: Tensor, params: list[nn.Parameter], method: str, generator: torch.Generator, keep: bool
+    loss: Tensor, params: list[nn.Parameter], method: str, num_samples: int, generator: torch.Generator
 ) -> tuple[list[Tensor], list[Tensor]]:
     """The gradient and the diagonal of one batch, zero for parameters that the loss does not depend on."""
     gradients: Sequence[Tensor | None]
     diagonals: Sequence[Tensor | None]
+    keep = num_samples > 0  # for the comparison
     if method in RECURSIONS:
         gradients, diagonals = grad(loss, params, method=method, retain_graph=keep, allow_unused=True)
     else:
         gradients = torch.autograd.grad(loss, params, retain_graph=True, allow_unused=True)
-        diagonals = estimate(method, loss, params, generator=generator, retain_graph=keep)
+        diagonals = estimate(method, loss, params, num_samples=max(1, num_samples), generator=generator, retain_graph=keep)
     return in_full(gradients, params), in_full(diagonals, params)
 
 
@@ -181,7 +205,7 @@ def compare(
     """Add the sums of HesScaleGN and of draws of the Gauss-Newton diagonal on one batch."""
     try:
         if method != "hesscale_gn":
-            diagonals = derivatives(loss, params, "hesscale_gn", generator, keep=True)[1]
+            diagonals = derivatives(loss, params, "hesscale_gn", num_samples, generator)[1]
         drawn = estimate("ggn_mc", loss, params, num_samples=num_samples, generator=generator)
     except (ValueError, UnsupportedOperator) as error:
         raise type(error)(f"{error}. To leave out the comparison with Monte-Carlo draws, pass num_samples=0") from error
@@ -213,14 +237,15 @@ class Ratio:
 
 
 @contextlib.contextmanager
-def undisturbed(model: nn.Module, training: bool, seed: int) -> Iterator[None]:
-    """In one mode and with a seed; afterwards modes, buffers and random number generators are as before."""
+def undisturbed(model: nn.Module, training: bool = False, seed: int | None = None) -> Iterator[None]:
+    """In one mode; afterwards modes and buffers are as before. So are random number generators, if there is a seed for them."""
     modes = [(module, module.training) for module in model.modules()]
     held = [(module._buffers, dict(module._buffers)) for module in model.modules()]
     values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     devices = {p.device for p in model.parameters() if p.is_cuda}
-    with torch.random.fork_rng(devices):
-        torch.manual_seed(seed)
+    with torch.random.fork_rng(devices, enabled=seed is not None):
+        if seed is not None:
+            torch.manual_seed(seed)
         model.train(training)
         try:
             yield

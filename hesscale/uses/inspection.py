@@ -9,10 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .derivatives import Averages, LossFunction, mean_derivatives
+from .derivatives import TRANSPOSED, Averages, LossFunction, mean_derivatives
 from .report import QUANTILES, CurvatureReport
-
-TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)  # their weights have outputs in the second dimension
 
 
 def inspect(
@@ -109,7 +107,7 @@ def dead_units(gradient: Tensor, diagonal: Tensor, module: nn.Module) -> tuple[i
     """The number of outputs of a weight, or of entries of a vector, and of those without any gradient and curvature."""
     used = (gradient != 0) | (diagonal != 0)
     if used.dim() > 1 and isinstance(module, TRANSPOSED):
-        used = used.transpose(0, 1)
+        used = used.unflatten(0, (module.groups, -1)).transpose(1, 2).flatten(0, 1)  # outputs first, those of a group together
     if not used.dim():
         used = used[None]
     alive = used.flatten(1).any(1) if used.dim() > 1 else used

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-from .derivatives import LossFunction, mean_derivatives
+from .derivatives import TRANSPOSED, LossFunction, mean_derivatives
 
 Place = tuple[nn.Module, str]  # a module and the name of its parameter, as torch.nn.utils.prune has it
 SCOPES = ("global", "layer")
-LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, *TRANSPOSED)
 
 
 def weights_of(model: nn.Module) -> list[Place]:
@@ -46,6 +46,8 @@ def saliency(
 
     The result can be the ``importance_scores`` of :func:`torch.nn.utils.prune.global_unstructured`. That function ranks by
     magnitude, so it needs scores that are not negative, as those of HesScaleGN without the gradient term.
+
+    If other modules share a weight, its score is for a zero in all of them, but torch masks it in the module of ``places`` only.
 
     Args:
         places: modules with the names of their parameters; :func:`weights_of` the model by default.
@@ -83,7 +85,7 @@ def prune_weights(scores: Mapping[Place, Tensor], sparsity: float, *, scope: str
     them permanent.
 
     Args:
-        scores: as :func:`saliency` returns them.
+        scores: as :func:`saliency` returns them. Weights with a score of infinity stay in any case.
         sparsity: from 0 to 1.
         scope: ``"global"`` to rank the weights of all layers together, ``"layer"`` to prune the same share of each.
 
@@ -101,7 +103,7 @@ def prune_weights(scores: Mapping[Place, Tensor], sparsity: float, *, scope: str
     apply(scores, [kept.view_as(mask) for kept, mask in zip(keep(ranked, sparsity, scope), masks, strict=True)])
 
 
-def prune_channels(scores: Mapping[Place, Tensor], sparsity: float, *, scope: str = "global", dim: int = 0) -> None:
+def prune_channels(scores: Mapping[Place, Tensor], sparsity: float, *, scope: str = "global", dim: int | None = None) -> None:
     """Mask the channels with the lowest sum of scores, until a share ``sparsity`` of all channels is zero.
 
     Under ``scope="global"``, channels of all layers are ranked together, and the best channel of each layer stays in any case.
@@ -110,7 +112,7 @@ def prune_channels(scores: Mapping[Place, Tensor], sparsity: float, *, scope: st
         scores: as :func:`saliency` returns them. Leave out the layer that makes the outputs.
         sparsity: from 0 to 1.
         scope: ``"global"`` or ``"layer"``, as in :func:`prune_weights`.
-        dim: the dimension of the channels; 0 has the outputs of linear layers and convolutions.
+        dim: the dimension of the channels; None for the outputs of a layer: 1 for transposed convolutions, and 0 for others.
 
     Example:
         >>> import torch
@@ -123,15 +125,25 @@ def prune_channels(scores: Mapping[Place, Tensor], sparsity: float, *, scope: st
     """
     check(scores, sparsity, scope)
     masks = [mask_of(place) for place in scores]
-    rows = [(score * mask).movedim(dim, 0).flatten(1) for score, mask in zip(scores.values(), masks, strict=True)]
-    alive = [mask.movedim(dim, 0).flatten(1).any(1) for mask in masks]
+    dims = [output_dim(module) if dim is None else dim % mask.dim() for (module, _), mask in zip(scores, masks, strict=True)]
+    rows = [(score * mask).movedim(d, 0).flatten(1) for score, mask, d in zip(scores.values(), masks, dims, strict=True)]
+    alive = [mask.movedim(d, 0).flatten(1).any(1) for mask, d in zip(masks, dims, strict=True)]
     ranked = [row.sum(1).masked_fill(~is_alive, -torch.inf) for row, is_alive in zip(rows, alive, strict=True)]
     if scope == "global":
         for total in ranked:
             total[total.argmax()] = torch.inf
     kept = keep(ranked, sparsity, scope)
-    shapes = [[-1 if d == dim % mask.dim() else 1 for d in range(mask.dim())] for mask in masks]
+    shapes = [[-1 if k == d else 1 for k in range(mask.dim())] for mask, d in zip(masks, dims, strict=True)]
     apply(scores, [mask * k.view(shape) for mask, k, shape in zip(masks, kept, shapes, strict=True)])
+
+
+def output_dim(module: nn.Module) -> int:
+    """The dimension of a weight that has the layer's outputs."""
+    if not isinstance(module, TRANSPOSED):
+        return 0
+    if module.groups > 1:
+        raise ValueError(f"the weight of {module} has no dimension for its outputs, since it has groups; pass dim=0 or dim=1")
+    return 1
 
 
 def original(module: nn.Module, name: str) -> Any:
@@ -156,17 +168,20 @@ def check(scores: Mapping[Place, Tensor], sparsity: float, scope: str) -> None:
     for (module, name), score in scores.items():
         if score.shape != getattr(module, name).shape:
             raise ValueError(f"the scores of {name} have shape {tuple(score.shape)}, it has {tuple(getattr(module, name).shape)}")
+        if score.isnan().any() or not score.is_floating_point():
+            raise ValueError(f"the scores of {name} of {module} must be floating-point numbers, none of them NaN")
     if len({id(original(*place)) for place in scores}) < len(scores):
         raise ValueError("two places share one parameter, which torch.nn.utils.prune would separate; give one of them")
 
 
 def keep(ranked: Sequence[Tensor], sparsity: float, scope: str) -> list[Tensor]:
-    """1 where an entry stays, 0 for the lowest ones: a share of all entries, or of those of each tensor."""
+    """1 where an entry stays, 0 for the lowest ones: a share of all entries, or of those of each tensor. Infinite ones stay."""
     if scope == "layer":
         return [keep([scores], sparsity, "global")[0] for scores in ranked]
     together = torch.cat(list(ranked))
     kept = torch.ones_like(together)
-    kept[together.argsort(stable=True)[: round(sparsity * len(together))]] = 0
+    count = min(round(sparsity * len(together)), int((together < torch.inf).sum()))
+    kept[together.argsort(stable=True)[:count]] = 0
     return list(kept.split([len(scores) for scores in ranked]))
 
 

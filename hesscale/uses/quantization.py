@@ -6,6 +6,7 @@ several numbers of bits, :func:`allocate` chooses the bits of all layers under a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -15,7 +16,9 @@ BITS = (2, 3, 4, 5, 6, 7, 8)
 
 
 def rounded(weight: Tensor, bits: int) -> Tensor:
-    """The nearest of 2^bits − 1 evenly spaced values from −max|w| to max|w|, zero among them, for each output channel.
+    """The nearest of 2^bits − 1 evenly spaced values from −max|w| to max|w|, zero among them.
+
+    The maximum is over each entry of the first dimension: an output channel, or an input channel of a transposed convolution.
 
     Example:
         >>> import torch
@@ -26,9 +29,12 @@ def rounded(weight: Tensor, bits: int) -> Tensor:
     if bits < 2:
         raise ValueError(f"the values are −1, 0 and 1 times a step at least, which takes 2 bits, not {bits}")
     levels = 2 ** (bits - 1) - 1
-    dims = tuple(range(1, weight.dim()))
-    step = weight.abs().amax(dims, keepdim=True) / levels if dims else weight.abs().max() / levels
-    return torch.where(step > 0, (weight / step).round() * step, weight)
+    if not weight.numel():
+        return weight
+    w = weight.to(torch.promote_types(weight.dtype, torch.float32))  # half precision has too few digits for the steps
+    dims = tuple(range(1, w.dim()))
+    step = w.abs().amax(dims, keepdim=True) / levels if dims else w.abs().max() / levels
+    return torch.where(step > 0, (w / step).round() * step, w).to(weight)
 
 
 @torch.no_grad()
@@ -39,9 +45,19 @@ def costs(
 
     Args:
         weights: by name.
-        diagonals: h of the same names, which should not be negative: HesScaleGN or a Gauss-Newton diagonal.
+        diagonals: h of the same names and shapes, which should not be negative: HesScaleGN or a Gauss-Newton diagonal.
         bits: the numbers of bits to choose from.
+
+    Example:
+        >>> import torch
+        >>> from hesscale.uses.quantization import costs
+        >>> costs({"weight": torch.tensor([[1.0, 0.25]])}, {"weight": torch.tensor([[9.0, 8.0]])}, bits=(2,))
+        {'weight': {2: 0.25}}
     """
+    for name, w in weights.items():
+        if name not in diagonals or diagonals[name].shape != w.shape:
+            met = f"one of shape {tuple(diagonals[name].shape)}" if name in diagonals else "none"
+            raise ValueError(f"the weight {name} has shape {tuple(w.shape)} and needs a diagonal of that shape; there is {met}")
     return {
         name: {b: float((diagonals[name] * (rounded(w, b) - w).square()).double().sum() / 2) for b in bits}
         for name, w in weights.items()
@@ -56,7 +72,7 @@ def allocate(found: Mapping[str, Mapping[int, float]], sizes: Mapping[str, int],
 
     Args:
         found: costs, as from :func:`costs`.
-        sizes: the number of entries of each weight.
+        sizes: the number of entries of each of these weights.
         budget: in bits per entry.
 
     Example:
@@ -64,6 +80,9 @@ def allocate(found: Mapping[str, Mapping[int, float]], sizes: Mapping[str, int],
         >>> allocate({"a": {2: 8.0, 4: 1.0}, "b": {2: 0.2, 4: 0.1}}, {"a": 10, "b": 10}, budget=3)
         {'a': 4, 'b': 2}
     """
+    for name, options in found.items():
+        if not all(math.isfinite(cost) for cost in options.values()):
+            raise ValueError(f"the costs of {name} are not all finite: {dict(options)}")
     chosen = {name: min(options) for name, options in found.items()}
     room = budget * sum(sizes[name] for name in found) - sum(sizes[name] * bits for name, bits in chosen.items())
     if room < 0:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import UserDict
+
 import pytest
 import torch
 from torch import nn
@@ -120,6 +122,11 @@ def test_dead_units_are_found():
         transposed[0].bias[1] = -100
     signals = batches_of((4,), 2, 1, dtype=torch.float32)
     assert [row["dead_units"] for row in hesscale.inspect(transposed, signals, cross_entropy).rows] == [1, 1]
+    grouped = nn.Sequential(nn.ConvTranspose1d(4, 6, 1, groups=2), nn.ReLU(), nn.Flatten())
+    with torch.no_grad():
+        grouped[0].bias.fill_(10)[4] = -100
+    rows = hesscale.inspect(grouped, batches_of((4,), 4, 1, dtype=torch.float32, classes=6), cross_entropy).rows
+    assert [(row["dead_units"], row["units"]) for row in rows] == [(1, 6), (1, 6)]
 
 
 def test_a_ratio_far_from_one_is_remarked():
@@ -198,6 +205,25 @@ def test_errors_say_what_to_do(options, error, words):
     given = {"loader": batches_of((4,), 4), "loss_fn": cross_entropy, **options}
     with pytest.raises(error, match=words):
         hesscale.inspect(mlp(), **given)
+
+
+def test_batches_of_any_kind_count_by_their_examples():
+    """A mapping that is no dictionary, such as a tokenizer's, counts as one does; without tensors nothing can be counted."""
+    model = nn.Linear(1, 1, bias=False)
+    batches = [UserDict(x=torch.ones(4, 1)), UserDict(x=3 * torch.ones(1, 1)), UserDict(x=torch.ones(0, 1))]
+    found = mean_derivatives(model, batches, lambda model, batch: model(batch["x"]).square().mean())
+    assert found.of["weight"].diagonal.item() == pytest.approx(2 * (4 + 9) / 5)
+    assert (found.examples, found.batches) == (5, 2)
+    assert found.loss == pytest.approx(float((model.weight.detach() ** 2 * (4 + 9) / 5).item()))
+    with pytest.raises(ValueError, match="of type tuple has no tensor that tells its number of examples"):
+        mean_derivatives(model, [([1.0, 2.0],)], lambda model, x: model(torch.tensor(x)[:, None]).square().mean())
+
+
+def test_random_methods_average_the_draws():
+    model, batches = mlp(), batches_of((8,), 4)
+    exact = mean_derivatives(model, batches, cross_entropy, method="ggn").of["0.weight"].diagonal
+    drawn = mean_derivatives(model, batches, cross_entropy, method="ggn_mc", num_samples=5000).of["0.weight"].diagonal
+    assert (drawn - exact).norm() < 0.1 * exact.norm()
 
 
 def test_calibration_without_draws_is_refused():

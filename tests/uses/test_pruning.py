@@ -119,6 +119,29 @@ def test_channels_of_all_layers_and_inputs():
     assert [int(layer.weight_mask[:, 0].sum()) for layer in layers] == [2, 1]  # the best channel of each layer stays
 
 
+def test_channels_of_transposed_convolutions_are_outputs():
+    layer = nn.ConvTranspose2d(4, 2, 3)
+    scores = torch.ones(4, 2, 3, 3)
+    scores[:, 0] = 2
+    prune_channels({(layer, "weight"): scores}, 0.5)
+    assert layer.weight_mask.flatten(2).all(2).tolist() == [[True, False]] * 4
+    assert not layer.weight_mask[:, 1].any()
+    grouped = nn.ConvTranspose2d(4, 4, 3, groups=2)
+    with pytest.raises(ValueError, match="groups; pass dim=0 or dim=1"):
+        prune_channels({(grouped, "weight"): torch.ones(4, 2, 3, 3)}, 0.5)
+    prune_channels({(grouped, "weight"): scores}, 0.5, dim=1)
+    assert not grouped.weight_mask[:, 1].any()
+
+
+def test_what_stays_in_any_case():
+    layers = [nn.Linear(2, 3), nn.Linear(2, 3)]
+    prune_channels({(layer, "weight"): torch.rand(3, 2) for layer in layers}, 1.0)
+    assert [int(layer.weight_mask[:, 0].sum()) for layer in layers] == [1, 1]
+    layer = nn.Linear(4, 1)
+    prune_weights({(layer, "weight"): torch.tensor([[torch.inf, 1, 2, torch.inf]])}, 0.75)
+    assert layer.weight_mask.tolist() == [[1, 0, 0, 1]]
+
+
 def test_pruning_again_after_retraining():
     """Masked weights stay masked, whatever their scores, and the shares are those of all weights."""
     model = network()
@@ -150,6 +173,8 @@ def test_refusals():
         (scores, 1.5, "global", "from 0 to 1"),
         (scores, 0.5, "module", "'module' is not one of 'global', 'layer'"),
         ({place: torch.ones(2)}, 0.5, "global", "shape"),
+        ({place: torch.full((6, 4), torch.nan)}, 0.5, "global", "none of them NaN"),
+        ({place: torch.ones(6, 4, dtype=torch.int64)}, 0.5, "global", "floating-point numbers"),
     ):
         with pytest.raises(ValueError, match=words):
             prune_weights(given, sparsity, scope=scope)

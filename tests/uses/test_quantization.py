@@ -25,6 +25,17 @@ def test_rounding_is_to_the_nearest_value():
         rounded(w, 1)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rounding_in_half_precision(dtype):
+    """As in single precision, but for the last rounding to the type."""
+    w = torch.randn(5, 700, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for bits in (2, 8, 10):
+        found = rounded(w, bits)
+        assert found.dtype == dtype
+        assert torch.equal(found, rounded(w.float(), bits).to(dtype))
+    assert rounded(w[:, :0], 4).shape == (5, 0)
+
+
 def test_costs_are_the_true_rise_of_a_separable_quadratic_loss():
     """Squared error of a linear layer on one-hot inputs, in the minimum."""
     layer, x = nn.Linear(4, 3, bias=False).double(), torch.eye(4, dtype=torch.float64) * torch.tensor([1.0, 2.0, 3.0, 4.0])
@@ -59,6 +70,15 @@ def test_steps_that_do_not_help_or_do_not_fit_are_not_taken():
     assert allocate(table, sizes, (4 * 10 + 2 * 10 + 3 * 100) / 120) == {"plateau": 4, "flat": 2, "large": 3}
     with pytest.raises(ValueError, match="the fewest bits to choose from take 2"):
         allocate(table, sizes, 1.5)
+
+
+def test_what_does_not_belong_together_is_refused():
+    with pytest.raises(ValueError, match=r"weight has shape \(2, 3\) .* there is one of shape \(1, 3\)"):
+        costs({"weight": torch.ones(2, 3)}, {"weight": torch.ones(1, 3)})
+    with pytest.raises(ValueError, match="there is none"):
+        costs({"weight": torch.ones(2, 3)}, {"bias": torch.ones(3)})
+    with pytest.raises(ValueError, match="costs of a are not all finite"):
+        allocate({"a": {2: float("nan"), 4: 1.0}}, {"a": 3}, 8)
 
 
 def test_unknown_names_are_refused():
