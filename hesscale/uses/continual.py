@@ -109,20 +109,32 @@ class EWC:
         for name, value in importance.items():
             check(name, value, named[name])
         weights = {name: stored(value, named[name]) for name, value in importance.items()}
-        if self.decay is not None and self.terms:
-            for name, value in self.terms.pop()["importance"].items():
+        before = [] if self.decay is None else self.terms
+        for term in before:
+            for name, value in term["importance"].items():
                 weights.setdefault(name, torch.zeros_like(value)).add_(value, alpha=self.decay)
-        params = dict(self.model.named_parameters())
-        self.terms.append({"importance": weights, "anchor": {name: params[name].detach().clone() for name in weights}})
+        params = self.held(weights)
+        before.clear()
+        self.terms.append({"importance": weights, "anchor": {name: p.detach().clone() for name, p in params.items()}})
 
     def penalty(self) -> Tensor:
         """½ Σ_t Σ_i F_ti (θ_i − θ*_ti)², and zero before the first :meth:`consolidate`."""
-        params = dict(self.model.named_parameters())
-        total = zeros(next(iter(params.values())).new_zeros(()))
+        total = zeros(next(self.model.parameters()).new_zeros(()))
         for term in self.terms:
+            params = self.held(term["importance"])
             for name, value in term["importance"].items():
                 total = total + (value * (params[name] - term["anchor"][name]).to(value).square()).sum()
         return 0.5 * total
+
+    def held(self, names: Iterable[str]) -> dict[str, nn.Parameter]:
+        """The model's parameters of these names."""
+        params = dict(self.model.named_parameters())
+        if missing := [name for name in names if name not in params]:
+            raise ValueError(
+                f"{', '.join(missing)}: remembered from an earlier task, and no parameter of the model any more; the others are "
+                f"{', '.join(params)}. If it was renamed, as by torch.nn.utils.prune, rename it in state_dict() and load that"
+            )
+        return {name: params[name] for name in names}
 
     def state_dict(self) -> dict[str, Any]:
         """What :meth:`load_state_dict` takes. It can be saved, and loaded with ``torch.load(…, weights_only=True)``."""

@@ -21,6 +21,9 @@ class HesScaleGN(GGNInterface):
     regression. In the last layer the diagonal is exact. A posterior precision must be positive, and HesScaleGN is never negative
     for these likelihoods. HesScale can be, so it is not offered.
 
+    A reward model applies its last layer to two inputs whose outputs are compared. HesScaleGN leaves out what the two have
+    together, so choose another method for it.
+
     Options are given as ``backend_kwargs``; laplace-torch sets the other arguments.
 
     Args:

@@ -70,7 +70,9 @@ def saliency(
     for module, name in weights_of(model) if places is None else places:
         parameter = original(module, name)
         if names.get(id(parameter)) not in found:
-            raise ValueError(f"{name} of {module} is not a parameter of the model that requires gradients")
+            raise ValueError(
+                f"{name} of {module} is not a parameter of the model that requires gradients; leave it out of places"
+            )
         derivatives = found[names[id(parameter)]]
         w = getattr(module, name).detach()
         score = derivatives.diagonal * w * w / 2
@@ -130,8 +132,9 @@ def prune_channels(scores: Mapping[Place, Tensor], sparsity: float, *, scope: st
     alive = [mask.movedim(d, 0).flatten(1).any(1) for mask, d in zip(masks, dims, strict=True)]
     ranked = [row.sum(1).masked_fill(~is_alive, -torch.inf) for row, is_alive in zip(rows, alive, strict=True)]
     if scope == "global":
-        for total in ranked:
-            total[total.argmax()] = torch.inf
+        for total, is_alive in zip(ranked, alive, strict=True):
+            if is_alive.any():
+                total[total.argmax()] = torch.inf
     kept = keep(ranked, sparsity, scope)
     shapes = [[-1 if k == d else 1 for k in range(mask.dim())] for mask, d in zip(masks, dims, strict=True)]
     apply(scores, [mask * k.view(shape) for mask, k, shape in zip(masks, kept, shapes, strict=True)])

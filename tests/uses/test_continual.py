@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import prune
 from torch.utils.data import DataLoader, TensorDataset
 
 from hesscale.estimators import estimate
@@ -222,6 +223,11 @@ class TestPenalty:
         with pytest.raises(ValueError, match="between 0 and 1"):
             EWC(network(), decay=2)
         assert ewc.terms == []
+        for decay in (None, 0.5):
+            model, ewc = consolidated(decay)
+            prune.identity(model, "weight")
+            with pytest.raises(ValueError, match=r"weight: remembered .* the others are weight_orig"):
+                ewc.penalty()
 
 
 class TestState:

@@ -133,6 +133,13 @@ def test_channels_of_transposed_convolutions_are_outputs():
     assert not grouped.weight_mask[:, 1].any()
 
 
+def test_channels_that_are_gone_count():
+    layers = [nn.Linear(2, 3), nn.Linear(2, 3)]
+    prune.custom_from_mask(layers[0], "weight", torch.zeros(3, 2))
+    prune_channels({(layer, "weight"): torch.rand(3, 2) for layer in layers}, 0.5)
+    assert [int(layer.weight_mask[:, 0].sum()) for layer in layers if hasattr(layer, "weight_mask")] == [0, 3]
+
+
 def test_what_stays_in_any_case():
     layers = [nn.Linear(2, 3), nn.Linear(2, 3)]
     prune_channels({(layer, "weight"): torch.rand(3, 2) for layer in layers}, 1.0)
