@@ -96,9 +96,9 @@ class Explanation:
             return "hesscale.backward would raise an error."
         exact = "" if self.is_exact else " The diagonal at the model's outputs is not exact."
         if not self.products:
-            return f"The head takes rules alone, at next to no cost.{exact}"
+            return f"The head needs only rules, which cost next to nothing.{exact}"
         products = f"{self.products} Hessian-vector product{'s' if self.products > 1 else ''}"
-        return f"The head takes {products} at every pass, through the head and not through the model.{exact}"
+        return f"The head needs {products} in every pass, through the head and not through the model.{exact}"
 
 
 def explain(
@@ -131,7 +131,7 @@ def explain(
             exact by rules
           TBackward0        3×2     linear_maps: the same entries in another place
           0.weight          2×3
-        The head takes rules alone, at next to no cost.
+        The head needs only rules, which cost next to nothing.
     """
     check_choices(method=method, head=head, fallback="error")
     check_loss(loss)

@@ -82,7 +82,7 @@ def demo(
     where: Annotated[Path, typer.Option("--runs", help="folder of runs")] = RUNS,
     out: Annotated[Path, typer.Option("--out", help="folder for the page")] = Path("out/report"),
 ) -> None:
-    """Three small experiments and a page with their figures, in three minutes: start here."""
+    """Run three small experiments and write a page with their figures, in three minutes: start here."""
     started = time.perf_counter()
     for k, (name, changed) in enumerate(DEMO.items(), start=1):
         Console().print(f"\n[bold]{k} of {len(DEMO)}[/]", highlight=False)
@@ -158,13 +158,13 @@ def runs(
 
 @command(RUN, "report", "report rl --out /tmp/report", "report supervised --beside results/supervised")
 def report(
-    names: Annotated[list[str] | None, typer.Argument(help="experiments to show; all that were run by default")] = None,
+    names: Annotated[list[str] | None, typer.Argument(help="experiments to show; by default, all that were run")] = None,
     where: Annotated[Path, typer.Option("--runs", help="folder of runs")] = RUNS,
     out: Annotated[Path, typer.Option("--out", help="folder for the page, its figures and tables")] = Path("out/report"),
     page: Annotated[bool, typer.Option("--page/--no-page", help="write index.html")] = True,
     everything: Annotated[bool, typer.Option("--all", help="show all finished runs, not only those of the last command")] = False,
     beside: Annotated[Path | None, typer.Option(help="an earlier report, or its summary.json, to show beside this one")] = None,
-    again: Annotated[Path | None, typer.Option(help="make this report again, from the runs that it kept")] = None,
+    again: Annotated[Path | None, typer.Option(help="an earlier report to write again, from the runs that it kept")] = None,
 ) -> None:
     """Write one page with the figures, tables, settings and commands of the last runs."""
     from .lab.report import report as write
@@ -269,19 +269,19 @@ def explain(
     print(explanation)
 
 
-@app.command("inspect")
+@command(START, "inspect", "inspect my_module:my_function --max-batches 20", name="inspect")
 def inspect_curvature(
     factory: Annotated[
         str,
         typer.Argument(help="module:function that returns (model, loader, loss_fn); by default, a network for digits"),
     ] = "",
     steps: Annotated[
-        int | None, typer.Option("--steps", min=0, help="train for so many steps and inspect again; 300 for digits, else 0")
+        int | None, typer.Option("--steps", min=0, help="train this many steps and inspect again; 300 for digits, else 0")
     ] = None,
     lr: Annotated[float, typer.Option("--lr", help="step size of AdaHesScale")] = 1e-3,
     method: Annotated[str, typer.Option("--method", help="estimator of the diagonal")] = "hesscale",
-    num_samples: Annotated[int, typer.Option("--num-samples", min=0, help="random draws per batch for the comparison")] = 1,
-    max_batches: Annotated[int | None, typer.Option("--max-batches", min=1, help="read no more batches")] = None,
+    num_samples: Annotated[int, typer.Option("--num-samples", min=0, help="draws per batch for the ratio to HesScaleGN")] = 1,
+    max_batches: Annotated[int | None, typer.Option("--max-batches", min=1, help="read at most this many batches")] = None,
     out: Annotated[Path, typer.Option("--out", help="folder for the page")] = Path("out/inspect"),
 ) -> None:
     """Show curvature parameter by parameter, before and after training, and write it to a page."""

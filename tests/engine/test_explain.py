@@ -34,7 +34,7 @@ def test_names_parameters_and_groups_by_module(monkeypatch):
     lines = str(explanation).splitlines()
     assert [line for line in lines if not line.startswith(" ")] == [
         *("head", "2 (Linear)", "body", "0 (Linear)"),
-        "The head takes rules alone, at next to no cost.",
+        "The head needs only rules, which cost next to nothing.",
     ]
     assert max(map(len, lines)) <= 80
 
@@ -53,9 +53,9 @@ def test_parameters_of_the_model_itself_are_named_after_its_class():
 def test_the_last_line_says_what_the_head_costs():
     z = nn.Linear(4, 3)(torch.randn(5, 4))
     entropy = (z.softmax(-1) * z.log_softmax(-1)).sum()
-    assert "takes 3 Hessian-vector products at every pass" in hesscale.explain(entropy).cost
+    assert "needs 3 Hessian-vector products in every pass" in hesscale.explain(entropy).cost
     assert "is not exact" in hesscale.explain(entropy, head="rules").cost
-    assert "at next to no cost" in hesscale.explain(model_loss()).cost
+    assert "cost next to nothing" in hesscale.explain(model_loss()).cost
 
 
 def test_says_how_the_outputs_are_exact():

@@ -52,6 +52,12 @@ def words_of(result) -> str:
     return " ".join(result.output.replace("│", " ").split())
 
 
+def test_the_help_lists_every_command_in_a_named_group(invoke):
+    result = invoke("--help")
+    headings = [line for line in result.output.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert headings == ["Options:", "Start:", "Experiments:", "Runs:", "Examples:"]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_experiment_has_a_command_whose_help_shows_its_settings(invoke, name):
     result = invoke(name, "--help")

@@ -291,7 +291,7 @@ def always(task: Task) -> bool:
 
 EXPERIMENT = Experiment(
     "cost",
-    "What an update costs, against Adam's (Appendix D).",
+    "What an update costs, relative to Adam's (Appendix D).",
     Settings,
     PRESETS,
     Task,

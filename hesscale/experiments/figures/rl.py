@@ -44,7 +44,7 @@ class Settings:
     humanoid_steps: int = option(0, "steps in Humanoid and HumanoidStandup; 0 for as many as elsewhere")
     policy: str = option("auto", f"distribution of the actions: {', '.join(POLICIES)}")
     protocol: str = option(
-        "paper", f"paper or cleanrl; paper+sigma has one part of CleanRL's, cleanrl-values all but one; parts: {', '.join(PARTS)}"
+        "paper", f"paper or cleanrl, with parts added or left out, as in paper+sigma or cleanrl-values; parts: {', '.join(PARTS)}"
     )
     normalize: bool = option(True, "normalize observations and rewards")
     eps: float = option(1e-5, "ε of the optimizers; the paper's text has 1e-8, the authors' code 1e-5")
@@ -314,7 +314,7 @@ class Pace:
 
 EXPERIMENT = Experiment(
     "rl",
-    "A2C and PPO: return by steps of the environment.",
+    "A2C and PPO: return by environment steps.",
     Settings,
     PRESETS,
     Config,

@@ -220,7 +220,7 @@ def runs_plot(runs: dict[Method, list[Result]], end: str) -> Plot:
 EXPERIMENT = dataclasses.replace(
     rl.EXPERIMENT,
     name="robot",
-    title="PPO on a simulated UR5: how much is lost after the peak, with and without a trust region.",
+    title="PPO on a simulated UR5: how much return is lost after the peak, with and without a trust region.",
     settings=Settings,
     presets=PRESETS,
     tasks=tasks,

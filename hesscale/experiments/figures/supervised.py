@@ -31,7 +31,7 @@ class Settings:
     )
     seeds: int = option(3, "number of runs; a seed decides initial network, batches and augmentation for every optimizer")
     epochs: int = option(0, "epochs of training; 0 for the task's own")
-    sgd_epochs: int = option(1, "how many times as long SGD trains; the paper gives it the time of the slowest optimizer")
+    sgd_epochs: int = option(1, "SGD's epochs as a multiple of the others'; the paper gives it the time of the slowest optimizer")
     batch: int = option(0, "images in a batch; 0 for the task's own")
     activation: str = option("elu", f"activation function: {', '.join(ACTIVATIONS)}")
     padding: str = option("deepobs", f"padding of convolutions and pools: {' or '.join(PADDINGS)}, as in the authors' code")

@@ -35,12 +35,12 @@ class RunOptions:
     """Options that all experiments share: where runs and data are stored, and where tasks are done."""
 
     workers: int = option(0, "worker processes; 0 for one per core")
-    together: int = option(TOGETHER, "the most runs that one process does together, where an experiment can")
-    runs: Path = option(RUNS, "folder of runs; a finished run there is not done again")  # noqa: RUF009
+    together: int = option(TOGETHER, "the most runs that share one process, in experiments that support it")
+    runs: Path = option(RUNS, "folder of runs; finished runs in it are not repeated")  # noqa: RUF009
     data: Optional[Path] = option(None, "folder of data sets, in place of HESSCALE_DATA")  # noqa: RUF009, UP045
     ray: str = option("", "address of a Ray cluster to run on; 'local' starts one")
     tensorboard: bool = option(False, "also log for TensorBoard")
-    dry_run: bool = option(False, "print how much work it is and how long it takes, and stop")
+    dry_run: bool = option(False, "print how much work there is and how long it would take, and stop")
 
     @property
     def store(self) -> Store:
@@ -99,7 +99,7 @@ def sweep_command(known: Mapping[str, Experiment]) -> Callable[..., None]:
         run_experiment(chosen, tasks_of(chosen, several), run_options(given), command, *several)
 
     argument = typer.Argument(help=f"one of {', '.join(known)}")
-    over = typer.Option("--over", help="a setting and its values, as step_size=0.1,0.01; may be given several times")
+    over = typer.Option("--over", help="a setting and its values, such as step_size=0.1,0.01; may be given several times")
     kind = inspect.Parameter.KEYWORD_ONLY
     sweep.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [
