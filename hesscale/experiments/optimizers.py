@@ -124,6 +124,13 @@ OPTIMIZERS = Choices(
             family="adahesscale-gn",
         ),
         OptimizerSpec(
+            "adahesscale-gn-bf16-every10",
+            "AdaHesScaleGN, curvature in bf16, every 10th step",
+            AdaHesScaleGN.paper,
+            {"curvature_dtype": torch.bfloat16, "curvature_every": 10},
+            family="adahesscale-gn",
+        ),
+        OptimizerSpec(
             "adahesscale-every10",
             "AdaHesScale, curvature every 10th step",
             AdaHesScale.paper,
@@ -192,7 +199,7 @@ AGENT_OPTIMIZERS = Choices(
     ]
 )
 IMAGE_OPTIMIZERS = Choices(
-    [spec for name, spec in OPTIMIZERS.items() if name not in ("our-adam", "adahesscale-gn-bf16")],
+    [spec for name, spec in OPTIMIZERS.items() if name not in ("our-adam", "adahesscale-gn-bf16", "adahesscale-gn-bf16-every10")],
     aliases={"adahesscale-10th": "adahesscale-every10"},
 )
 

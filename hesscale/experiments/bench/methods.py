@@ -68,6 +68,7 @@ METHODS = Choices(
     [
         method(BASELINE),
         method("sgd"),
+        method("adamw"),
         method("our-adam"),
         method("adahesscale"),
         method("adahesscale-gn"),
@@ -76,6 +77,7 @@ METHODS = Choices(
         method("adahesscale-every10"),
         method("adahesscale-bf16"),
         method("adahesscale-gn-bf16"),
+        method("adahesscale-gn-bf16-every10"),
         method("scaled-adahesscale"),
         method("bl89"),
         method("adahessian"),

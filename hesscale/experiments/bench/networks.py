@@ -92,6 +92,22 @@ def gpt(width: int = 128, heads: int = 4, blocks: int = 4, vocabulary: int = 256
     return nn.Sequential(Tokens(vocabulary, length, width), body, nn.Flatten(0, 1), nn.Linear(width, vocabulary))
 
 
+class Autocast(nn.Sequential):
+    """Layers that run in bfloat16 where autocast says so; their result is in single precision."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, torch.bfloat16):
+            y: Tensor = super().forward(x)  # type: ignore[no-untyped-call]
+        return y.float()
+
+
+def gpt2(width: int = 768, heads: int = 12, blocks: int = 12, vocabulary: int = 50257, length: int = 1024) -> Autocast:
+    """GPT-2's smallest model without dropout, under autocast. The last layer's weight is that of the embedding."""
+    tokens, head = Tokens(vocabulary, length, width), nn.Linear(width, vocabulary, bias=False)
+    tokens.embed.weight = head.weight
+    return Autocast(tokens, transformer(width, heads, blocks, is_causal=True), nn.Flatten(0, 1), head)
+
+
 class StandardizedConv(nn.Conv2d):
     """A convolution whose weight is standardized by output channel, with a gain for each (Brock et al. 2021)."""
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..vision.problems import three_c_three_d
-from .networks import gpt, nf_resnet, vit
+from .networks import gpt, gpt2, nf_resnet, vit
 
 CPU, CUDA = "cpu", "cuda"
 
@@ -40,7 +40,8 @@ class Workload:
             for layer in model:
                 if isinstance(layer, nn.Linear | nn.Conv2d):
                     nn.init.xavier_normal_(layer.weight)
-                    nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
+                    if layer.bias is not None:
+                        nn.init.zeros_(layer.bias)
         return model.to(device)
 
     def data(self, device: torch.device, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -104,6 +105,16 @@ LIST = [
     ),
     Workload("vit", "ViT, 4 blocks of width 128, 65 tokens", vit, (3, 32, 32), 100, both(16), devices=()),
     Workload("gpt", "GPT, 4 blocks of width 128, 128 tokens", gpt, (128,), 256, both(8), devices=(), vocabulary=256),
+    Workload(
+        "gpt2",
+        "GPT-2 small, 1,024 tokens, bfloat16 autocast",
+        gpt2,
+        (1024,),
+        50257,
+        {CUDA: 8},
+        devices=(),
+        vocabulary=50257,
+    ),
     Workload("nf-resnet", "NF-ResNet-26, a quarter as wide", nf_resnet, (3, 32, 32), 100, both(16), devices=()),
     Workload("nf-resnet-b1", "NF-ResNet-26", functools.partial(nf_resnet, 256), (3, 32, 32), 100, both(1), devices=()),
 ]
