@@ -22,6 +22,7 @@ from hesscale.experiments.bench import (
     exact,
     measure,
     methods,
+    networks,
     record_files,
     sweeps,
     tables,
@@ -165,7 +166,7 @@ def test_3c3d_is_that_of_deepobs():
 
 @pytest.mark.parametrize("workload", WORKLOADS.values(), ids=WORKLOADS)
 def test_networks_fit_their_batches(workload):
-    if workload.name == "mlp-4x4096":
+    if workload.name in ("mlp-4x4096", "gpt2"):
         pytest.skip("too large to try")
     model = workload.model(CPU)
     x, y = workload.data(CPU)
@@ -173,6 +174,16 @@ def test_networks_fit_their_batches(workload):
     assert workload.loss()(model(x[:2]), y[: 2 * targets_of_one]).isfinite()
     twin = workload.model(CPU)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def test_gpt2_is_the_smallest():
+    with torch.device("meta"):
+        model = WORKLOADS["gpt2"].network()
+    assert round(sum(p.numel() for p in model.parameters()), -5) == 124_400_000
+    small = networks.gpt2(16, 2, 1, 50, 8)
+    out = small(torch.randint(50, (2, 8)))
+    assert out.shape == (16, 50) and out.dtype == torch.float32
+    assert small[-1].weight is small[0].embed.weight
 
 
 def test_sweeps_are_those_of_appendix_d():
