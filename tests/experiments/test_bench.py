@@ -182,7 +182,8 @@ def test_gpt2_is_the_smallest():
     assert round(sum(p.numel() for p in model.parameters()), -5) == 124_400_000
     small = networks.gpt2(16, 2, 1, 50, 8)
     out = small(torch.randint(50, (2, 8)))
-    assert out.shape == (16, 50) and out.dtype == torch.float32
+    assert out.shape == (16, 50)
+    assert out.dtype == torch.float32
     assert small[-1].weight is small[0].embed.weight
 
 
