@@ -79,7 +79,7 @@ def refuse_mixing(order: list[Node], targets: Sequence[Edge], count: int) -> Non
                 raise ValueError(
                     f"{node.name()} lies between a layer and the outputs, and may mix the samples of its input {place}, so "
                     "per-sample gradients cannot be computed. Use 'ggn_mc'; if the samples are not the first dimension of the "
-                    "outputs, pass outputs= where they are"
+                    "outputs, pass outputs= whose first dimension is the sample"
                 )
 
 

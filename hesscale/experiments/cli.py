@@ -71,9 +71,9 @@ def print_version(is_asked: bool) -> None:
 def main_options(
     version: Annotated[bool, typer.Option("--version", callback=print_version, is_eager=True, help="print versions")] = False,
 ) -> None:
-    """Hessian diagonals for PyTorch: the paper's experiments, their runs and a report.
+    """Run the paper's experiments, list their runs, and write a report about them.
 
-    `hesscale COMMAND --help` lists the options of a command.
+    `hesscale COMMAND --help` describes a command and its options.
     """
 
 
@@ -82,15 +82,15 @@ def demo(
     where: Annotated[Path, typer.Option("--runs", help="folder of runs")] = RUNS,
     out: Annotated[Path, typer.Option("--out", help="folder for the page")] = Path("out/report"),
 ) -> None:
-    """Run three small experiments and write a page with their figures, in three minutes: start here."""
+    """Start here: run three small experiments in about three minutes, and write a page with their figures."""
     started = time.perf_counter()
     for k, (name, changed) in enumerate(DEMO.items(), start=1):
         Console().print(f"\n[bold]{k} of {len(DEMO)}[/]", highlight=False)
         settings = settings_of(EXPERIMENTS[name], "small", changed)
         tasks = tasks_of(EXPERIMENTS[name], [settings])
         run_experiment(EXPERIMENTS[name], tasks, RunOptions(runs=where), command_text(name, "small", changed), settings)
-    Console().print(f"Took {time.perf_counter() - started:.0f} s. Open the page in a browser:", highlight=False)
     report(list(DEMO), where, out)
+    Console().print(f"It took {time.perf_counter() - started:.0f} s. Open this page in a browser.", highlight=False)
 
 
 @command(START, "operators", "operators pooling")
@@ -105,11 +105,11 @@ def operators(
     for family, members in groupby(sorted(wanted, key=lambda op: op.family), key=lambda op: op.family):
         rows: list[Sequence[str]] = [(op.name, op.summary) for op in members]
         print_table(console, Table(family, family.replace("_", " "), ("operator", "rule"), rows))
-    console.print(f"{count(len(wanted), 'operator')}. hesscale.explain(loss) shows those of a loss.")
+    console.print(f"{count(len(wanted), 'operator')}. hesscale.explain(loss) shows the operators of a loss.")
 
 
 def bench(**given: Any) -> None:
-    """Cost of a training step, as ratios to torch's Adam in the same run."""
+    """Measure the time of a training step, relative to torch's Adam in the same run."""
     console = Console()
     try:
         record = run_bench(Settings(**given), lambda text: console.print(text, highlight=False, markup=False), "hesscale bench")
@@ -135,13 +135,13 @@ def runs(
         list[str] | None, typer.Argument(help="an experiment, a status, setting=value, or the beginning of a run's id")
     ] = None,
     where: Annotated[Path, typer.Option("--runs", help="folder of runs")] = RUNS,
-    is_json: Annotated[bool, typer.Option("--json", help="print everything that is recorded, as JSON")] = False,
+    is_json: Annotated[bool, typer.Option("--json", help="print all records as JSON")] = False,
 ) -> None:
-    """List runs, one per line, with the settings that differ; of a single run, list all settings."""
+    """List runs, one per line, with the settings in which they differ. Show everything about a single run."""
     console = Console(soft_wrap=True)
     records = Store(as_folder(where, "--runs")).records()
     if not records:
-        raise typer.BadParameter(f"there are no runs below {where}; an experiment makes some, such as hesscale quality")
+        raise typer.BadParameter(f"there are no runs in {where} yet; run an experiment first, such as hesscale quality")
     try:
         found = select(records, list(EXPERIMENTS), filters or [])
     except ValueError as error:
@@ -158,22 +158,26 @@ def runs(
 
 @command(RUN, "report", "report rl --out /tmp/report", "report supervised --beside results/supervised")
 def report(
-    names: Annotated[list[str] | None, typer.Argument(help="experiments to show; by default, all that were run")] = None,
+    names: Annotated[list[str] | None, typer.Argument(help="experiments to show; by default, all that have runs")] = None,
     where: Annotated[Path, typer.Option("--runs", help="folder of runs")] = RUNS,
     out: Annotated[Path, typer.Option("--out", help="folder for the page, its figures and tables")] = Path("out/report"),
     page: Annotated[bool, typer.Option("--page/--no-page", help="write index.html")] = True,
     everything: Annotated[bool, typer.Option("--all", help="show all finished runs, not only those of the last command")] = False,
-    beside: Annotated[Path | None, typer.Option(help="an earlier report, or its summary.json, to show beside this one")] = None,
-    again: Annotated[Path | None, typer.Option(help="an earlier report to write again, from the runs that it kept")] = None,
+    beside: Annotated[
+        Path | None, typer.Option(help="folder or summary.json of an earlier report, whose results are shown beside these")
+    ] = None,
+    again: Annotated[
+        Path | None, typer.Option(help="folder of an earlier report to write again, from the runs that are saved in it")
+    ] = None,
 ) -> None:
-    """Write one page with the figures, tables, settings and commands of the last runs."""
+    """Write a page with the figures, tables, settings and commands of the last runs."""
     from .lab.report import report as write
     from .lab.report import report_again
 
     try:
         if again is not None:
             if names or everything or beside is not None:
-                raise ValueError("--again shows what that report showed; leave out experiments, --all and --beside")
+                raise ValueError("--again writes the same report as before; leave out experiments, --all and --beside")
             path = report_again(again.expanduser(), as_folder(out, "--out"), page)
         else:
             earlier = beside and beside.expanduser()
@@ -187,9 +191,9 @@ def report(
 @command(START, "data mnist", "data cifar100 --data DATA")
 def data(
     name: Annotated[str, typer.Argument(help=f"one of {', '.join(names())}")],
-    root: Annotated[Path | None, typer.Option("--data", help="folder of data sets, in place of HESSCALE_DATA or data/")] = None,
+    root: Annotated[Path | None, typer.Option("--data", help="folder of data sets, instead of HESSCALE_DATA or data/")] = None,
 ) -> None:
-    """Download a data set, or resume a download that broke off, and check it."""
+    """Download a data set and check it. An interrupted download is resumed."""
     with Progress(console=Console()) as progress:
         bars: dict[str, TaskID] = {}
 
@@ -204,29 +208,33 @@ def data(
             found = load(name, root)
         except DataError as error:
             raise typer.BadParameter(str(error)) from None
-    Console().print(f"{found.title}: {len(found.train_labels)} images to train on, {len(found.test_labels)} to test")
+    Console().print(f"{found.title}: {len(found.train_labels)} training images, {len(found.test_labels)} test images")
 
 
 @command(RUN, "rl-eval --last", "rl-eval 3f2a --episodes 20 --video agent.mp4", name="rl-eval")
 def rl_eval(
-    run: Annotated[str, typer.Argument(help="the beginning of a run's id, or its folder, or a policy.pt or checkpoint.pt")] = "",
-    last: Annotated[bool, typer.Option("--last", help="the agent whose run began last")] = False,
+    run: Annotated[
+        str, typer.Argument(help="the beginning of a run's id, the folder of a run, or the path of a policy.pt or checkpoint.pt")
+    ] = "",
+    last: Annotated[bool, typer.Option("--last", help="evaluate the agent of the most recent run")] = False,
     where: Annotated[Path, typer.Option("--runs", help="folder of runs")] = RUNS,
     episodes: Annotated[int, typer.Option("--episodes", min=1, help="number of episodes")] = 10,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="seed of the first episode; each further one has the next seed")] = 0,
+    seed: Annotated[
+        int, typer.Option("--seed", min=0, help="seed of the first episode; later episodes use the seeds after it")
+    ] = 0,
     deterministic: Annotated[
-        bool, typer.Option("--deterministic/--sample", help="take the likeliest action, or draw one from the policy")
+        bool, typer.Option("--deterministic/--sample", help="take the most likely action, or sample an action from the policy")
     ] = True,
-    video: Annotated[Path | None, typer.Option("--video", help="file (.mp4) to film the first episode to")] = None,
+    video: Annotated[Path | None, typer.Option("--video", help="file (.mp4) for a video of the first episode")] = None,
 ) -> None:
-    """Play episodes with a trained policy, without further training."""
+    """Evaluate a trained policy on a few episodes, without further training."""
     from .lab.statistics import summary
     from .optimizers import AGENT_OPTIMIZERS
     from .rl.evaluate import evaluate, film, load_policy
 
     console = Console()
     if bool(run) == last:
-        raise typer.BadParameter("name a run, or pass --last; hesscale runs rl lists the runs")
+        raise typer.BadParameter("name a run or pass --last, but not both; hesscale runs rl lists the runs")
     try:
         path = Path(run).expanduser()
         if last or not path.exists():
@@ -251,10 +259,10 @@ def rl_eval(
 @command(START, "explain my_module:loss")
 def explain(
     factory: Annotated[
-        str, typer.Argument(help="module:function; the function has no arguments and returns a loss, or a loss and its model")
+        str, typer.Argument(help="module:function, a function without arguments that returns a loss, or a loss and its model")
     ],
 ) -> None:
-    """Show what hesscale does with a loss, operator by operator."""
+    """Show which rule applies at each operator of a loss, and what the loss costs."""
     module, colon, name = factory.partition(":")
     if not colon:
         raise typer.BadParameter(f"{factory!r} is not of the form module:function")
@@ -273,18 +281,25 @@ def explain(
 def inspect_curvature(
     factory: Annotated[
         str,
-        typer.Argument(help="module:function that returns (model, loader, loss_fn); by default, a network for digits"),
+        typer.Argument(
+            help="module:function, a function that returns (model, loader, loss_fn); by default, a small network for digits"
+        ),
     ] = "",
     steps: Annotated[
-        int | None, typer.Option("--steps", min=0, help="train this many steps and inspect again; 300 for digits, else 0")
+        int | None,
+        typer.Option(
+            "--steps", min=0, help="number of training steps before the second inspection; 300 by default for digits, otherwise 0"
+        ),
     ] = None,
     lr: Annotated[float, typer.Option("--lr", help="step size of AdaHesScale")] = 1e-3,
     method: Annotated[str, typer.Option("--method", help="estimator of the diagonal")] = "hesscale",
-    num_samples: Annotated[int, typer.Option("--num-samples", min=0, help="draws per batch for the ratio to HesScaleGN")] = 1,
-    max_batches: Annotated[int | None, typer.Option("--max-batches", min=1, help="read at most this many batches")] = None,
+    num_samples: Annotated[
+        int, typer.Option("--num-samples", min=0, help="Monte-Carlo draws per batch, to which HesScaleGN is compared; 0 for none")
+    ] = 1,
+    max_batches: Annotated[int | None, typer.Option("--max-batches", min=1, help="maximum number of batches to read")] = None,
     out: Annotated[Path, typer.Option("--out", help="folder for the page")] = Path("out/inspect"),
 ) -> None:
-    """Show curvature parameter by parameter, before and after training, and write it to a page."""
+    """Show the curvature of each parameter before and after training, and write a page about it."""
     from .inspection import inspect_and_write
 
     if steps is None:

@@ -203,7 +203,7 @@ IMAGE_OPTIMIZERS = Choices(
     aliases={"adahesscale-10th": "adahesscale-every10"},
 )
 
-HELP = "optimizers, separated by commas; name@0.01 gives one a step size of its own"
+HELP = "optimizers, separated by commas; name@0.01 sets the step size of one optimizer"
 
 
 def with_step_sizes(optimizers: str, step_sizes: str, known: Mapping[str, object]) -> list[tuple[str, float]]:
@@ -220,7 +220,7 @@ def with_step_sizes(optimizers: str, step_sizes: str, known: Mapping[str, object
         for size in [positive(own, "step_size")] if own else positives(step_sizes, "step_size"):
             found[name, size] = None
     if not found:
-        raise ValueError("no optimizer is asked for")
+        raise ValueError("optimizer names no optimizer")
     return list(found)
 
 
@@ -234,7 +234,7 @@ def positive(text: str, setting: str) -> float:
     try:
         number = float(text)
     except ValueError:
-        raise ValueError(f"{setting}: a {what} is a number, not {text!r}; several are separated by commas") from None
+        raise ValueError(f"{setting}: a {what} must be a number, not {text!r}; separate several by commas") from None
     if not 0 < number < math.inf:
         raise ValueError(f"{setting}: a {what} must be positive, not {text}")
     return number

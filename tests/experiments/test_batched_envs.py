@@ -274,9 +274,9 @@ def test_bad_input_is_refused():
         env.step(np.zeros((1, 3)), [1])
     for k in (0, 1):
         env.reset(k)
-    with pytest.raises(ValueError, match=r"actions have shape \(1, 1\), but for 1 environments it is \(1, 3\)"):
+    with pytest.raises(ValueError, match=r"actions have shape \(1, 1\), but should have \(1, 3\) for 1 environments"):
         env.step(np.zeros((1, 1)), [0])
-    with pytest.raises(ValueError, match=r"actions have shape \(1, 3\), but for 2 environments"):
+    with pytest.raises(ValueError, match=r"actions have shape \(1, 3\), but should have \(2, 3\) for 2 environments"):
         env.step(np.zeros((1, 3)), [0, 1])
     with pytest.raises(ValueError, match="2 actions for 1 environments"):
         environments([gymnasium.make("CartPole-v1")]).step(np.zeros(2, int), [0])

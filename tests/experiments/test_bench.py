@@ -130,11 +130,11 @@ def test_the_tables_go_between_the_marks_of_a_page(quick, tmp_path, capsys):
     assert "### Targets" in capsys.readouterr().out
     with pytest.raises(ValueError, match="needs one line"):
         record_files.insert(folder / "step_cost.md", "")
-    with pytest.raises(ValueError, match="no records below"):
+    with pytest.raises(ValueError, match="there are no records in"):
         record_files.load(tmp_path)
     for text in ("{}", "[]", "{"):
         (tmp_path / "stray.json").write_text(text, encoding="utf-8")
-        with pytest.raises(ValueError, match=r"stray\.json is (no record|not JSON)"):
+        with pytest.raises(ValueError, match=r"stray\.json is not (a record|JSON)"):
             record_files.load(tmp_path)
 
 
@@ -622,7 +622,7 @@ def test_targets_and_left_out_methods_have_known_names():
         (["--device", "tpu"], "no device is called 'tpu'; there are cpu, cuda"),
         (["--modes", "graph"], "the mode graph needs --device cuda"),
         (["--sweep", "layers", "--only", "3c3d"], "--sweep has its own workloads"),
-        (["--rounds", "0"], "rounds=0 must be at least 1"),
+        (["--rounds", "0"], "rounds must be at least 1, not 0"),
     ],
 )
 def test_unknown_names_are_refused_with_the_known_ones(arguments, message, capsys):

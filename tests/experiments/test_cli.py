@@ -76,7 +76,7 @@ def test_a_dry_run_says_how_much_work_it_is_and_does_none(invoke, tmp_path, name
     result = invoke(name, "--preset", preset, "--dry-run")
     assert result.exit_code == 0, result.output
     assert cli.EXPERIMENTS[name].work(cli.EXPERIMENTS[name].presets[preset]) in words_of(result)
-    assert "How long it takes is not known here" in words_of(result)
+    assert "The time is unknown" in words_of(result)
     assert not (tmp_path / "out").exists()
 
 
@@ -106,17 +106,17 @@ def test_a_sweep_asks_for_every_combination(invoke):
     [
         (["quality", "--preset", "huge"], "'huge' is not one of smoke, small, paper"),
         (["quality", "--dataset", "nothing"], "not 'nothing'"),
-        (["quality", "--seeds", "0"], "seeds=0 must be at least 1"),
+        (["quality", "--seeds", "0"], "seeds must be at least 1, not 0"),
         (["quality", "--seeds", "many"], "--seeds"),
         (["sweep", "nothing"], f"'nothing' is not one of {', '.join(NAMES)}"),
         (["sweep", "quality", "--over", "step_size"], "'step_size' is not of the form"),
         (["sweep", "quality", "--over", "speed=1"], "speed is not a setting"),
         (["sweep", "quality", "--over", "step_size=fast"], "'fast'"),
-        (["quality", "--workers", "-1"], "-1 is negative"),
-        (["runs"], "there are no runs below"),
-        (["runs", "--runs", __file__], "is a file, and a folder is needed"),
-        (["quality", "--data", __file__], "is a file, and a folder is needed"),
-        (["rl-eval"], "name a run, or pass --last"),
+        (["quality", "--workers", "-1"], "it must be 0 or more, not -1"),
+        (["runs"], "there are no runs in out/runs yet"),
+        (["runs", "--runs", __file__], "is a file, but a folder is needed"),
+        (["quality", "--data", __file__], "is a file, but a folder is needed"),
+        (["rl-eval"], "name a run or pass --last"),
         (["rl-eval", "3f"], "no run in out/runs has policy.pt"),
         (["report"], "hesscale"),
         (["report", "nothing"], "nothing"),
@@ -188,7 +188,7 @@ def test_runs_with_other_data_of_the_same_name_are_not_mixed_up(invoke, tmp_path
     assert invoke(*command, "--data", "one").exit_code == 0
     refused = invoke(*command, "--data", "another")
     assert refused.exit_code == 2
-    assert "was done with other data of the same name" in words_of(refused)
+    assert "was done with different data of the same name" in words_of(refused)
     assert invoke(*command, "--data", "nowhere").exit_code == 0  # nothing is left to do
 
 
@@ -217,7 +217,7 @@ def test_a_download_has_one_bar_for_each_file(invoke, monkeypatch):
 
 
 def test_digits_need_no_download(invoke):
-    assert "1500 images to train on, 297 to test" in words_of(invoke("data", "digits"))
+    assert "1500 training images, 297 test images" in words_of(invoke("data", "digits"))
 
 
 def test_a_loss_is_explained(invoke, tmp_path):

@@ -40,8 +40,8 @@ def test_the_papers_setting():
         ({"sweeps": "width"}, "no sweep is called 'width'; there are outputs, layers"),
         ({"methods": "nothing"}, "no method is called 'nothing'; there are adam"),
         ({"device": "tpu"}, "no device is called 'tpu'"),
-        ({"rounds": 0}, "rounds=0 must be at least 1"),
-        ({"most_layers": 0}, "no network of the sweep over layers has at most 0"),
+        ({"rounds": 0}, "rounds must be at least 1, not 0"),
+        ({"most_layers": 0}, "the smallest network of the sweep over layers has more than 0 layers"),
     ],
 )
 def test_what_is_not_known_is_refused(changed, message):

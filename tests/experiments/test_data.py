@@ -117,7 +117,7 @@ def test_digits_need_no_files(tmp_path):
 
 def test_names():
     assert data.names() == ["digits", "mnist", "emnist", "emnist47", "cifar100"]
-    with pytest.raises(DataError, match="no data set 'minst'; those known are digits, mnist"):
+    with pytest.raises(DataError, match="no data set 'minst'; choose one of digits, mnist"):
         load("minst")
 
 
@@ -158,15 +158,15 @@ def test_emnist_stands_upright(tmp_path, name, title):
 def test_an_absent_file_is_named_with_what_to_do(tmp_path, name, file):
     with pytest.raises(DataError) as caught:
         load(name, tmp_path)
-    assert f"{tmp_path / file} is not there" in str(caught.value)
+    assert f"{tmp_path / file} does not exist" in str(caught.value)
     assert f"hesscale data {name} --data {tmp_path}" in str(caught.value)
     assert "HESSCALE_DATA" in str(caught.value)
 
 
 def test_what_cannot_be_downloaded_is_not_offered(tmp_path):
-    with pytest.raises(DataError, match=r"emnist47-train-images-idx3-ubyte.gz is not there; put it there"):
+    with pytest.raises(DataError, match=r"emnist47-train-images-idx3-ubyte.gz does not exist; put it there"):
         load("emnist47", tmp_path)
-    with pytest.raises(DataError, match="emnist47 is nowhere to be downloaded"):
+    with pytest.raises(DataError, match="emnist47 cannot be downloaded"):
         download("emnist47", tmp_path)
 
 
@@ -176,19 +176,19 @@ GOOD, LABELS = idx(images_of(3, 2, 4)), idx(labels_of(3))
 @pytest.mark.parametrize(
     ("file", "content", "problem"),
     [
-        ("t10k-images-idx3-ubyte", GOOD[:-1], "has 39 bytes where 40 belong"),
-        ("t10k-images-idx3-ubyte", GOOD + b"\0", "has 41 bytes where 40 belong"),
-        ("t10k-images-idx3-ubyte", GOOD[:15], "does not begin as IDX"),
-        ("t10k-images-idx3-ubyte", b"", "does not begin as IDX"),
-        ("t10k-images-idx3-ubyte", b"\0\0\x0d" + GOOD[3:], "does not begin as IDX"),
-        ("t10k-images-idx3-ubyte", LABELS, "does not begin as IDX"),
-        ("t10k-images-idx3-ubyte", idx(images_of(3, 4, 2)), "has 3 × 4 × 2 values where 3 × 2 × 4 belong"),
-        ("t10k-images-idx3-ubyte", idx(images_of(2, 2, 4)), "has 2 × 2 × 4 values where 3 × 2 × 4 belong"),
+        ("t10k-images-idx3-ubyte", GOOD[:-1], "39 bytes, but should have 40"),
+        ("t10k-images-idx3-ubyte", GOOD + b"\0", "41 bytes, but should have 40"),
+        ("t10k-images-idx3-ubyte", GOOD[:15], "does not start like an IDX"),
+        ("t10k-images-idx3-ubyte", b"", "does not start like an IDX"),
+        ("t10k-images-idx3-ubyte", b"\0\0\x0d" + GOOD[3:], "does not start like an IDX"),
+        ("t10k-images-idx3-ubyte", LABELS, "does not start like an IDX"),
+        ("t10k-images-idx3-ubyte", idx(images_of(3, 4, 2)), "3 × 4 × 2 values, but should have 3 × 2 × 4"),
+        ("t10k-images-idx3-ubyte", idx(images_of(2, 2, 4)), "2 × 2 × 4 values, but should have 3 × 2 × 4"),
         ("t10k-images-idx3-ubyte.gz", gz(GOOD)[:-9], "is damaged"),
         ("t10k-images-idx3-ubyte.gz", gz(GOOD)[:10] + b"\xff\xff" + gz(GOOD)[12:], "is damaged"),
         ("t10k-images-idx3-ubyte.gz", GOOD, "is damaged"),
-        ("t10k-labels-idx1-ubyte.gz", gz(idx(np.array([0, 4, 1], np.uint8))), "has a label 4 where 0 to 3 belong"),
-        ("t10k-labels-idx1-ubyte.gz", gz(idx(labels_of(4))), "has 4 values where 3 belong"),
+        ("t10k-labels-idx1-ubyte.gz", gz(idx(np.array([0, 4, 1], np.uint8))), "has a label 4, but labels should be 0 to 3"),
+        ("t10k-labels-idx1-ubyte.gz", gz(idx(labels_of(4))), "4 values, but should have 3"),
     ],
 )
 def test_a_damaged_idx_file_is_named_with_what_is_wrong(tmp_path, file, content, problem):
@@ -199,7 +199,7 @@ def test_a_damaged_idx_file_is_named_with_what_is_wrong(tmp_path, file, content,
         load("mnist", tmp_path)
     assert str(caught.value).startswith(f"{path} ")
     assert problem in str(caught.value)
-    assert "remove it, and hesscale data" in str(caught.value)
+    assert "remove it, and download it with `hesscale data" in str(caught.value)
 
 
 @pytest.mark.parametrize("pickled", [python_2_pickle, lambda entries: pickle.dumps(entries, 2), lambda e: pickle.dumps(e, 4)])
@@ -222,16 +222,16 @@ def test_cifar_with_columns_first(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"data": images_of(3, 23)}, "has 3 × 23 values where 3 × 24 belong"),
-        ({"data": images_of(4, 24)}, "has 4 × 24 values where 3 × 24 belong"),
+        ({"data": images_of(3, 23)}, "3 × 23 values, but should have 3 × 24"),
+        ({"data": images_of(4, 24)}, "4 × 24 values, but should have 3 × 24"),
         ({"data": images_of(3, 24).astype(np.int16)}, "data is not an array of bytes"),
         ({"data": images_of(3, 24).astype(np.int8)}, "data is not an array of bytes"),
         ({"data": images_of(3, 24).tolist()}, "AttributeError"),
         ({"data": np.dtype("u1")}, "damaged"),
-        ({"fine_labels": [0, 1, 4]}, "has a label 4 where 0 to 3 belong"),
+        ({"fine_labels": [0, 1, 4]}, "has a label 4, but labels should be 0 to 3"),
         ({"fine_labels": [0, 1, -1]}, "has a label -1"),
         ({"fine_labels": [0, 1, 1.0]}, "has a label 1.0"),
-        ({"fine_labels": [0, 1]}, "has 2 labels where 3 belong"),
+        ({"fine_labels": [0, 1]}, "2 labels, but should have 3"),
         ({"fine_labels": None}, "damaged"),
     ],
 )
@@ -249,7 +249,7 @@ def test_a_damaged_cifar_file_is_refused(tmp_path, content):
     write_cifar(tmp_path, python_2_pickle)
     path = tmp_path / "cifar-100-python/test"
     path.write_bytes(content)
-    with pytest.raises(DataError, match="is damaged, or none of CIFAR's") as caught:
+    with pytest.raises(DataError, match="is damaged, or not a file of CIFAR-100") as caught:
         load("cifar100", tmp_path)
     assert str(caught.value).startswith(f"{path} ")
 
@@ -390,7 +390,7 @@ def test_a_download_that_broke_off_goes_on(server, tmp_path):
     path, part = tmp_path / "below/file", tmp_path / "below/file.part"
     with pytest.raises(DataError, match="50000 of 128000 bytes came") as caught:
         fetch(server.url("file"), path, sha256(CONTENT))
-    assert f"{part} keeps what came, so download again to go on" in str(caught.value)
+    assert f"run the same command to resume the download from {part}" in str(caught.value)
     assert part.read_bytes() == CONTENT[:50_000]
     assert not path.exists()
     seen = []
@@ -423,7 +423,7 @@ def test_a_wrong_checksum_is_refused(server, tmp_path, part):
     server.files["file"] = CONTENT[:-1] + b"\0"
     if part:
         (tmp_path / "file.part").write_bytes(part)
-    with pytest.raises(DataError, match="sha256"):
+    with pytest.raises(DataError, match="SHA-256"):
         fetch(server.url("file"), tmp_path / "file", sha256(CONTENT))
     assert list(tmp_path.iterdir()) == []
 
@@ -431,7 +431,7 @@ def test_a_wrong_checksum_is_refused(server, tmp_path, part):
 def test_a_file_that_cannot_be_had_is_named(server, tmp_path):
     with pytest.raises(DataError, match=re.escape(f"{server.url('absent')} could not be downloaded (HTTP Error 404")) as caught:
         fetch(server.url("absent"), tmp_path / "file", sha256(CONTENT))
-    assert str(caught.value).endswith(f"or put the file at {tmp_path / 'file'} by hand")
+    assert str(caught.value).endswith(f"put the file at {tmp_path / 'file'} by hand")
     server.server_close()
     with pytest.raises(DataError, match="could not be downloaded"):
         fetch(server.url("file"), tmp_path / "file", sha256(CONTENT))
@@ -515,7 +515,7 @@ def test_an_archive_that_is_another_or_lacks_a_file_is_refused(server, monkeypat
     offer(server, monkeypatch, "cifar100", {"cifar-100-python.tar.gz": tarred({"cifar-100-python/train": b"x"})})
     archive = tmp_path / "cifar-100-python.tar.gz"
     archive.write_bytes(b"mine")
-    with pytest.raises(DataError, match=r"is there, and is not what .* move it away"):
+    with pytest.raises(DataError, match=r"exists, but is not the file at .* move it away"):
         download("cifar100", tmp_path)
     assert archive.read_bytes() == b"mine"
     archive.unlink()

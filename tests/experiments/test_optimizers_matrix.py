@@ -201,14 +201,14 @@ def test_options_reach_the_optimizer():
     ("changed", "message"),
     [
         ({"task": "nothing"}, "no task is called 'nothing'; there are digits-tanh"),
-        ({"task": ""}, "no task is asked for"),
+        ({"task": ""}, "task names no task"),
         ({"optimizer": "nothing"}, "no optimizer is called 'nothing'; there are sgd"),
         ({"optimizer": "scaled-adam"}, "no optimizer is called 'scaled-adam'"),
-        ({"step_size": "fast"}, "a step size is a number, not 'fast'"),
-        ({"seeds": 0}, "seeds=0 must be at least 1"),
-        ({"steps": -1}, "steps=-1 must be at least 0"),
-        ({"evaluations": 0}, "evaluations=0 must be at least 1"),
-        ({"eps": -1.0}, "eps=-1.0 must be 0 or positive"),
+        ({"step_size": "fast"}, "a step size must be a number, not 'fast'"),
+        ({"seeds": 0}, "seeds must be at least 1, not 0"),
+        ({"steps": -1}, "steps must be at least 0, not -1"),
+        ({"evaluations": 0}, "evaluations must be at least 1, not 0"),
+        ({"eps": -1.0}, "eps must be 0 or positive and finite, not -1.0"),
         ({"schedule": "linear"}, "schedule='linear' is not one of constant, cosine"),
         ({"backend": "jax"}, "backend='jax' is not one of auto"),
         ({"device": "tpu"}, "device='tpu' is not one of auto"),
@@ -220,7 +220,7 @@ def test_what_is_not_known_is_refused(changed, message):
 
 
 def test_a_batch_must_be_there_to_be_had():
-    with pytest.raises(ValueError, match="a batch of 5000 cannot be had from 1200 examples"):
+    with pytest.raises(ValueError, match="a batch of 5000 is larger than the 1200 training examples"):
         training(batch=5000)
 
 

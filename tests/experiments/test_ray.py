@@ -116,7 +116,7 @@ def test_data_that_is_not_everywhere(tmp_path, two_nodes):
     store, nowhere = Store(tmp_path), tmp_path / "nowhere"
     outcome = run_tasks(EXPERIMENT, store, [as_task(Task(0))], workers=1, data=nowhere, command="", ray=two_nodes.address)
     ((_, error),) = outcome.failed
-    assert f"{nowhere} is not there on" in error
+    assert f"{nowhere} does not exist on" in error
 
 
 @pytest.mark.slow

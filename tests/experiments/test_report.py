@@ -229,7 +229,7 @@ class TestEarlier:
         path.write_text(json.dumps({"a": {"command": "c", "shown": {}}}))
         read_summary(tmp_path)
         path.write_text(json.dumps({"a": {"command": "c", "shown": {}} | change}))
-        with pytest.raises(ValueError, match=r"summary.json is no summary that a report wrote"):
+        with pytest.raises(ValueError, match=r"summary.json was not written by hesscale report"):
             read_summary(path)
 
 
@@ -674,7 +674,9 @@ class TestReport:
             assert len(found["shown"]["squares"]["series"]) == 2
         first["squares"]["shown"]["more"] = {"header": ["a"], "rows": []}
         (tmp_path / "out" / "summary.json").write_text(json.dumps(first))
-        with pytest.raises(ValueError, match="out would lose what only its summary has: squares: more; use another --out"):
+        with pytest.raises(
+            ValueError, match="out would lose results that only its summary has: squares: more; choose another --out"
+        ):
             report(store, [], tmp_path / "out", page=False, beside=tmp_path / "out")
         self.ask(store, 13, done=(13,))
         report(store, [], tmp_path / "other", page=False, beside=tmp_path / "out")  # of runs that have nothing to show
@@ -686,7 +688,7 @@ class TestReport:
         self.ask(store, 1, done=(1,))
         path = tmp_path / "summary.json"
         path.write_text(text)
-        with pytest.raises(ValueError, match=r"summary.json is no summary that a report wrote"):
+        with pytest.raises(ValueError, match=r"summary.json was not written by hesscale report"):
             report(store, [], tmp_path / "out", beside=path)
         with pytest.raises(ValueError, match=r"there is no .*nowhere: `hesscale report` writes one"):
             report(store, [], tmp_path / "out", beside=tmp_path / "nowhere")
@@ -694,16 +696,16 @@ class TestReport:
     @pytest.mark.parametrize(
         ("found", "message"),
         [
-            ({"cubes": {"command": "", "shown": {}}}, "is about cubes, not about squares"),
+            ({"cubes": {"command": "", "shown": {}}}, "shows cubes, not squares"),
             (
                 {"squares": {"command": "", "shown": {"more": {"panels": {}}}}},
-                "shows nothing of squares that these runs show: more",
+                "have nothing in common for squares; these runs show more",
             ),
             (
                 {"squares": {"command": "", "shown": {"squares": {"x": "t", "y": "", "series": []}}}},
                 "Squares has other axes in the summary",
             ),
-            ({"squares": {"command": "", "shown": {"squares": {"x": "", "y": ""}}}}, "is no summary that a report wrote"),
+            ({"squares": {"command": "", "shown": {"squares": {"x": "", "y": ""}}}}, "was not written by hesscale report"),
         ],
     )
     def test_beside_a_summary_of_something_else(self, found, message, store, tmp_path):

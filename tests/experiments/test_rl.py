@@ -563,7 +563,7 @@ def test_actions_are_not_drawn_with_the_numbers_of_the_environment():
 
 
 def test_agents_that_differ_in_more_cannot_learn_together():
-    with pytest.raises(ValueError, match="differ in seed, step_size, eps, trust_radius alone"):
+    with pytest.raises(ValueError, match="differ only in seed, step_size, eps, trust_radius"):
         A2C([CONFIG, dataclasses.replace(CONFIG, optimizer="adam")])
 
 
@@ -807,20 +807,20 @@ def test_discrete_actions_start_where_the_environment_counts_from():
 
 def test_unknown_names_are_refused_with_close_ones():
     for settings, message in (
-        (rl.Settings(env="cartpole-v1"), "no environment is called 'cartpole-v1'; close to it: CartPole-v1"),
+        (rl.Settings(env="cartpole-v1"), "no environment is called 'cartpole-v1'; similar names are CartPole-v1"),
         (rl.Settings(env="zzzz"), "no environment is called 'zzzz'; gymnasium.pprint_registry"),
         (rl.Settings(algo="dqn"), "no algorithm is called 'dqn'; there are a2c, ppo"),
         (rl.Settings(optimizer="sgd"), "no optimizer is called 'sgd'"),
-        (rl.Settings(protocol="mine"), "protocol='mine' is not one of paper, cleanrl"),
-        (rl.Settings(protocol="paper+sigmas"), "part of CleanRL's: sigma, gradients, anneal, values, rewards"),
+        (rl.Settings(protocol="mine"), "protocol must be paper or cleanrl, .* it is 'mine'"),
+        (rl.Settings(protocol="paper+sigmas"), "a part: sigma, gradients, anneal, values, rewards"),
         (rl.Settings(step_size="x"), "a number, not 'x'"),
         (rl.Settings(optimizer="@1e-3"), "'@1e-3' is not of the form name or name@step size"),
         (rl.Settings(optimizer="adam@"), "'adam@' is not of the form name or name@step size"),
-        (rl.Settings(env=","), "no environment is asked for"),
-        (rl.Settings(steps=0), "steps=0 must be at least 1"),
-        (rl.Settings(eps=-1.0), "eps=-1.0 must be at least 0"),
+        (rl.Settings(env=","), "env names no environment"),
+        (rl.Settings(steps=0), "steps must be at least 1, not 0"),
+        (rl.Settings(eps=-1.0), "eps must be at least 0, not -1.0"),
         (rl.Settings(truncation="ignore"), "truncation='ignore' is not one of auto, bootstrap, terminate"),
-        (rl.Settings(protocol="cleanrl", half_value_loss=True), "half_value_loss is of the paper's value loss"),
+        (rl.Settings(protocol="cleanrl", half_value_loss=True), "half_value_loss applies to the paper's value loss only"),
     ):
         with pytest.raises(ValueError, match=message):
             rl.tasks(settings)
@@ -836,9 +836,9 @@ def test_an_optimizer_may_have_a_step_size_of_its_own():
     [
         (
             {"actions": gymnasium.spaces.MultiDiscrete([2, 2])},
-            "has actions of MultiDiscrete; there are policies for Box and Discrete",
+            "has actions of MultiDiscrete, but policies exist for Box and Discrete only",
         ),
-        ({"observations": gymnasium.spaces.Dict({})}, "has observations of Dict, which no network here takes"),
+        ({"observations": gymnasium.spaces.Dict({})}, "has observations of Dict, but the networks here need a Box"),
     ],
 )
 def test_spaces_that_no_network_fits_are_named(options, message):
@@ -847,9 +847,9 @@ def test_spaces_that_no_network_fits_are_named(options, message):
 
 
 def test_a_policy_of_the_wrong_kind_is_refused():
-    with pytest.raises(ValueError, match="CartPole-v1 has discrete actions, for which policy='gaussian' is none"):
+    with pytest.raises(ValueError, match="policy='gaussian' does not suit the discrete actions of CartPole-v1"):
         A2C([dataclasses.replace(CONFIG, env="CartPole-v1", policy="gaussian")])
-    with pytest.raises(ValueError, match="has continuous actions, for which policy='categorical' is none"):
+    with pytest.raises(ValueError, match="policy='categorical' does not suit the continuous actions"):
         PPO([dataclasses.replace(CONFIG, policy="categorical")])
 
 
@@ -863,10 +863,10 @@ def test_rewards_and_observations_that_are_not_finite_are_errors():
 def test_environments_that_cannot_be_saved_or_copied_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(rl, "CHECKPOINT_SECONDS", -1.0)
     name = register("hesscale-test/Generator-v0", extra=Unpicklable())
-    with pytest.warns(UserWarning, match=r"Generator-v0 cannot be saved .*: if it is interrupted, this run begins anew"):
+    with pytest.warns(UserWarning, match=r"Generator-v0 cannot be saved .*. If this run is interrupted, it will start again"):
         done(tmp_path, dataclasses.replace(CONFIG, env=name))
     name = register("hesscale-test/Shared-v0", extra=Everyone())
-    with pytest.warns(UserWarning, match="a copy of hesscale-test/Shared-v0 goes another way"):
+    with pytest.warns(UserWarning, match="a copy of hesscale-test/Shared-v0 does not continue as the original does"):
         done(tmp_path, dataclasses.replace(CONFIG, env=name))
 
 
@@ -940,10 +940,10 @@ def test_ppo_takes_as_many_steps_as_its_options_say(monkeypatch):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"width": 0}, "width=0 must be at least 1"),
-        ({"entropy": -1.0}, "entropy=-1.0 must be at least 0"),
-        ({"gamma": 1.5}, "gamma=1.5 must be between 0 and 1"),
-        ({"clip": 0.0}, "clip=0.0 must be between 0 and 1"),
+        ({"width": 0}, "width must be at least 1, not 0"),
+        ({"entropy": -1.0}, "entropy must be at least 0, not -1.0"),
+        ({"gamma": 1.5}, "gamma must be between 0 and 1, not 1.5"),
+        ({"clip": 0.0}, "clip must be between 0 and 1, not 0.0"),
         ({"rollout": 100, "minibatches": 8}, "rollout=100 is not a multiple of minibatches=8"),
     ],
 )

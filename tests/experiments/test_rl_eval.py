@@ -170,7 +170,7 @@ def test_an_unfinished_run_has_its_policy_in_its_checkpoint(tmp_path):
     assert evaluate(load_policy(run.directory), 2) == evaluate(load_policy(tmp_path), 2)
     assert evaluate(load_policy(run.directory / "checkpoint.pt"), 1) == evaluate(load_policy(tmp_path), 1)
     with pytest.raises(
-        FileNotFoundError, match=f"rl has neither policy.pt nor checkpoint.pt in it; name a run in it, .*{run.directory.name}"
+        FileNotFoundError, match=f"rl contains neither policy.pt nor checkpoint.pt; name a run in it, .*{run.directory.name}"
     ):
         load_policy(run.directory.parent)
 
@@ -179,7 +179,7 @@ def test_a_policy_of_weights_that_are_not_finite_has_diverged(path):
     policy = load_policy(path)
     with torch.no_grad():
         next(policy.agent.parameters()).fill_(math.nan)
-    with pytest.raises(NonFiniteError, match="action at step 0 is not finite: it has diverged"):
+    with pytest.raises(NonFiniteError, match="action at step 0 is not finite: the policy has diverged"):
         evaluate(policy)
 
 
@@ -193,11 +193,11 @@ def changed(path, **changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format": 2}, "is a policy of format 2; this version of hesscale reads 1"),
-        ({"config": {**dataclasses.asdict(CONFIG), "colour": 1}}, r"does not fit \(settings unknown: colour\)"),
+        ({"format": 2}, "has a policy of format 2, but this version of hesscale reads format 1"),
+        ({"config": {**dataclasses.asdict(CONFIG), "colour": 1}}, r"cannot be read \(settings unknown: colour\)"),
         ({"config": {"algo": "a2c"}}, r"\(settings missing: env, optimizer, step_size, seed, steps\)"),
-        ({"agent": {}}, r"does not fit \('mean.0.weight'\)"),
-        ({"seen": None}, "does not fit"),
+        ({"agent": {}}, r"cannot be read \('mean.0.weight'\)"),
+        ({"seen": None}, "cannot be read"),
     ],
 )
 def test_files_with_another_policy_are_refused(path, changes, message):
@@ -209,8 +209,8 @@ def test_files_with_another_policy_are_refused(path, changes, message):
 
 def test_files_that_hold_no_policy_are_refused(tmp_path):
     for content, message in (
-        ([1], "has no policy of hesscale rl"),
-        ({"run": "", "state": {"weights": 1}, "rows": 0, "digest": ""}, "has no policy of hesscale rl"),
+        ([1], "does not contain a policy that hesscale rl saved"),
+        ({"run": "", "state": {"weights": 1}, "rows": 0, "digest": ""}, "does not contain a policy that hesscale rl saved"),
     ):
         torch.save(content, tmp_path / "some.pt")
         with pytest.raises(ValueError, match=f"some.pt .*{message}"):
@@ -220,9 +220,9 @@ def test_files_that_hold_no_policy_are_refused(tmp_path):
     for name in ("code.pt", "empty.pt"):
         with pytest.raises(DamagedRun, match=r"damaged, or neither a policy nor a checkpoint; .* remove the run's directory"):
             load_policy(tmp_path / name)
-    with pytest.raises(FileNotFoundError, match="nowhere is not there"):
+    with pytest.raises(FileNotFoundError, match="nowhere does not exist"):
         load_policy(tmp_path / "nowhere")
-    with pytest.raises(FileNotFoundError, match=r"neither policy.pt nor checkpoint.pt in it; a run of hesscale rl leaves"):
+    with pytest.raises(FileNotFoundError, match=r"neither policy.pt nor checkpoint.pt; hesscale rl saves policy.pt"):
         load_policy(tmp_path)
 
 
@@ -245,7 +245,7 @@ def test_a_flipped_bit_in_a_policy_changes_no_weight_or_is_reported(path):
 def test_environments_that_the_policy_does_not_fit_are_refused(path):
     policy = load_policy(path)
     for env in ("hesscale-test/Choice-v0", "Pendulum-v1"):
-        with pytest.raises(ValueError, match=f"other observations or actions than {env} has here"):
+        with pytest.raises(ValueError, match=f"other observations or actions than those of {env} here"):
             evaluate(dataclasses.replace(policy, config=dataclasses.replace(CONFIG, env=env)))
     with pytest.raises(ValueError, match="no environment is called 'Drift'"):
         evaluate(dataclasses.replace(policy, config=dataclasses.replace(CONFIG, env="Drift")))
@@ -281,7 +281,7 @@ def test_the_command_finds_a_run_by_the_beginning_of_its_id_or_as_the_last(path,
         assert CliRunner().invoke(app, ["rl-eval", *words, "--episodes", "1"]).exit_code == 0
     unknown = CliRunner().invoke(app, ["rl-eval", "zz"])
     assert unknown.exit_code == 2
-    assert "zz is not a file or folder, and no run" in unknown.output
+    assert "zz is neither a file or folder" in unknown.output
 
 
 @pytest.mark.parametrize(
@@ -319,10 +319,10 @@ def test_a_video_shows_the_episodes_that_are_evaluated(path, tmp_path):
 def test_videos_that_cannot_be_made_are_refused(path, tmp_path, monkeypatch):
     pytest.importorskip("imageio_ffmpeg")
     policy = load_policy(path)
-    with pytest.raises(ValueError, match=r"written as .mp4, not as run.gif"):
+    with pytest.raises(ValueError, match=r"must end in .mp4, unlike run.gif"):
         film(policy, tmp_path / "run.gif")
     blind = dataclasses.replace(policy, config=dataclasses.replace(CONFIG, env="hesscale-test/Blind-v0"))
-    with pytest.raises(ValueError, match="Blind-v0 draws no pictures"):
+    with pytest.raises(ValueError, match="Blind-v0 cannot be filmed"):
         film(blind, tmp_path / "run.mp4")
 
     def render(self):
@@ -370,7 +370,7 @@ def test_mujoco_draws_by_what_works(monkeypatch, works):
 @pytest.mark.usefixtures("no_display")
 def test_where_mujoco_cannot_draw_an_error_says_why(monkeypatch):
     tries(monkeypatch, [])
-    with pytest.raises(RuntimeError, match=r"MuJoCo cannot draw here: .*egl: no such library; osmesa: no such library"):
+    with pytest.raises(RuntimeError, match=r"MuJoCo cannot render here: .*egl: no such library; osmesa: no such library"):
         choose_gl()
     assert not module.os.environ["MUJOCO_GL"]
     monkeypatch.setenv("DISPLAY", ":0")

@@ -300,7 +300,7 @@ def test_a_flipped_bit_changes_no_number_or_is_reported(tmp_path, checksums):
             assert plain(run_module.load_checkpoint(path)) == expected, f"bit {position % 8} of byte {position}"
         except DamagedRun as error:
             assert f"{path} cannot be read" in str(error)  # noqa: PT017
-            assert "remove it to begin this run again" in str(error)  # noqa: PT017
+            assert "remove it to start this run again" in str(error)  # noqa: PT017
             reported += 1
     assert len(positions) >= 60
     assert reported > 30
@@ -321,7 +321,7 @@ def test_a_finished_run_that_was_changed_gives_no_result(tmp_path, change):
     path = store.directory("toy", TASK) / "run.sqlite"
     with closing(sqlite3.connect(path)) as database, database:
         assert database.execute(change).rowcount == 1
-    with pytest.raises(DamagedRun, match=f"{path} does not hold what its run wrote"):
+    with pytest.raises(DamagedRun, match=f"{path} is not as its run wrote it"):
         store.result("toy", TASK)
 
 
@@ -332,14 +332,14 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path):
     with pytest.raises(DamagedRun, match=r"checkpoint\.pt does not belong"):
         EXPERIMENT.do(store, TASK, None)
     shutil.copy(other / "run.sqlite", directory)
-    with pytest.raises(DamagedRun, match=r"run\.sqlite is of another run"):
+    with pytest.raises(DamagedRun, match=r"run\.sqlite belongs to another run"):
         EXPERIMENT.do(store, TASK, None)
-    assert "is of another run" in store.record("toy", TASK).problem
+    assert "belongs to another run" in store.record("toy", TASK).problem
     another_database(directory / "run.sqlite")
-    with pytest.raises(DamagedRun, match=r"run\.sqlite is not a database of a run; move it away"):
+    with pytest.raises(DamagedRun, match=r"run\.sqlite is not the database of a run; move it away"):
         EXPERIMENT.do(store, TASK, None)
     (directory / "run.sqlite").unlink()
-    with pytest.raises(DamagedRun, match=r"run\.sqlite is not there"):
+    with pytest.raises(DamagedRun, match=r"run\.sqlite is missing"):
         EXPERIMENT.do(store, TASK, None)
     assert [record.status for record in store.records()] == ["damaged"]
 
@@ -386,7 +386,7 @@ def test_two_at_once(tmp_path, monkeypatch):
     while (record := store.record("toy", SLOW)) is None or "done" not in record.facts:
         time.sleep(0.01)
     assert record.status == "running"
-    with pytest.raises(BusyRun, match=f"{store.directory('toy', SLOW)} is being worked on by process {process.pid}"):
+    with pytest.raises(BusyRun, match=f"{store.directory('toy', SLOW)} is in use by process {process.pid}"):
         EXPERIMENT.do(Store(tmp_path), SLOW, None)
     process.kill()
     process.join()
@@ -458,7 +458,7 @@ def test_a_directory_removed_meanwhile(tmp_path, is_there_again):
         if is_there_again:
             with store.open("toy", TASK):
                 pass
-        with pytest.raises(DamagedRun, match="was removed while"):
+        with pytest.raises(DamagedRun, match="was removed during its run"):
             run.checkpoint({"step": 1})
     assert not (store.directory("toy", TASK) / "checkpoint.pt").exists()
     assert is_there_again == (store.record("toy", TASK) is not None)

@@ -383,7 +383,7 @@ def test_what_an_optimizer_counted_is_noted_when_it_diverges(tmp_path):
 
 
 def test_what_cannot_be_trained_is_said(tmp_path):
-    with pytest.raises(ValueError, match="a batch of 50 cannot be had from 40 images"):
+    with pytest.raises(ValueError, match="a batch of 50 is larger than the 40 training images"):
         trainer.members_of(tasks(batch=50), loaded())
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="torch finds no GPU"):
@@ -469,13 +469,13 @@ def test_bf16(tmp_path):
     [
         ({"task": "nothing"}, "no task is called 'nothing'; there are cifar100-3c3d"),
         ({"optimizer": "adam,nothing"}, "no optimizer is called 'nothing'; there are sgd"),
-        ({"optimizer": "adam@fast"}, "a step size is a number, not 'fast'"),
-        ({"optimizer": ""}, "no optimizer is asked for"),
-        ({"step_size": "0.1;0.2"}, "a step size is a number, not '0.1;0.2'"),
+        ({"optimizer": "adam@fast"}, "a step size must be a number, not 'fast'"),
+        ({"optimizer": ""}, "optimizer names no optimizer"),
+        ({"step_size": "0.1;0.2"}, "a step size must be a number, not '0.1;0.2'"),
         ({"step_size": "0.1,-1"}, "must be positive"),
-        ({"seeds": 0}, "seeds=0 must be at least 1"),
-        ({"epochs": -1}, "epochs=-1 must be at least 0"),
-        ({"l2": -1.0}, "l2=-1.0 must be 0 or positive"),
+        ({"seeds": 0}, "seeds must be at least 1, not 0"),
+        ({"epochs": -1}, "epochs must be at least 0, not -1"),
+        ({"l2": -1.0}, "l2 must be 0 or positive and finite, not -1.0"),
         ({"precision": "fp8"}, "precision='fp8' is not one of float32, tf32, bf16"),
         ({"padding": "same"}, "padding='same' is not one of deepobs, none"),
     ],
@@ -487,7 +487,7 @@ def test_what_is_not_known_is_refused(changed, message):
 
 def test_only_tasks_of_a_kind_train_together(tmp_path):
     mixed = [*tasks(optimizer="adam"), *tasks(optimizer="sgd")]
-    with pytest.raises(ValueError, match="differ in nothing but step size and seed"):
+    with pytest.raises(ValueError, match="only if nothing but their step sizes and seeds differs"):
         trainer.run_together(mixed, [None, None], None)
     assert len({EXPERIMENT.kind(task) for task in tasks(step_size="0.1,0.2", seeds=2)}) == 1
 

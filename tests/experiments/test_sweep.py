@@ -95,7 +95,7 @@ def test_there_is_work_for_all_workers(tmp_path):
     tasks = [as_task(Task(seed)) for seed in range(4)]
     run_tasks(TOGETHER, Store(tmp_path / "runs"), tasks, workers=2, data=tmp_path, command="", together=16)
     assert who_was_together(tmp_path) == {"0+1", "2+3"}
-    with pytest.raises(ValueError, match="together is 0; it must be positive"):
+    with pytest.raises(ValueError, match="together must be at least 1, not 0"):
         run_tasks(TOGETHER, Store(tmp_path / "runs"), tasks, workers=2, data=tmp_path, command="", together=0)
 
 
@@ -140,7 +140,7 @@ def test_in_this_process(tmp_path):
     assert (outcome.finished, len(outcome.failed)) == (2, 1)
     assert [each.finished for each in watched] == [0, 1, 1, 2]
     assert torch.get_num_threads() == threads
-    with pytest.raises(ValueError, match="workers is -1"):
+    with pytest.raises(ValueError, match="workers must be 0 or more, not -1"):
         run_tasks(EXPERIMENT, store, tasks, workers=-1, data=None, command="")
 
 
@@ -169,7 +169,7 @@ def test_interrupted_in_this_process(tmp_path):
             raise KeyboardInterrupt
 
     tasks = [as_task(Task(seed)) for seed in range(3)]
-    with pytest.raises(Interrupted, match=r"1 of 3 runs are finished, and the same command goes on"):
+    with pytest.raises(Interrupted, match=r"1 of 3 runs are finished. The same command resumes"):
         run_tasks(EXPERIMENT, Store(tmp_path), tasks, workers=0, data=None, command="hesscale toy", watch=watch)
 
 
@@ -211,7 +211,7 @@ def test_a_driver_that_is_stopped(tmp_path, how, monkeypatch):
     _, errors = driver.communicate()
     assert driver.returncode != 0
     if how == signal.SIGINT:
-        assert "Interrupted: stopped; 0 of 3 runs are finished, and the same command goes on" in errors
+        assert "Interrupted: Stopped: 0 of 3 runs are finished. The same command resumes" in errors
     while "running" in Counter(record.status for record in store.records()):
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -237,14 +237,14 @@ def test_grid_is_every_combination_of_the_right_types():
 @pytest.mark.parametrize(
     ("over", "complaint"),
     [
-        ({"speed": ["1"]}, "speed is not a setting; these are: seeds, steps, scale, is_slow, fault"),
+        ({"speed": ["1"]}, "speed is not a setting; the settings are seeds, steps, scale, is_slow, fault"),
         ({"seeds": []}, "seeds has no values"),
-        ({"seeds": ["3", "1.5"]}, "seeds is '1.5', which is not a value of type int"),
-        ({"seeds": [True]}, "seeds is 'True', which is not a value of type int"),
-        ({"seeds": [""]}, "seeds is ''"),
-        ({"scale": ["fast"]}, "scale is 'fast', which is not a value of type float"),
-        ({"scale": ["nan"]}, "scale is 'nan'"),
-        ({"is_slow": ["2"]}, "is_slow is '2', which is not a value of type bool"),
+        ({"seeds": ["3", "1.5"]}, "seeds must be a value of type int, not '1.5'"),
+        ({"seeds": [True]}, "seeds must be a value of type int, not 'True'"),
+        ({"seeds": [""]}, "seeds must be a value of type int, not ''"),
+        ({"scale": ["fast"]}, "scale must be a value of type float, not 'fast'"),
+        ({"scale": ["nan"]}, "scale must be a value of type float, not 'nan'"),
+        ({"is_slow": ["2"]}, "is_slow must be a value of type bool, not '2'"),
     ],
 )
 def test_grid_refuses_by_name(over, complaint):
@@ -257,5 +257,5 @@ def test_grid_refuses_fields_that_are_no_plain_values():
     class Odd:
         sizes: tuple = (1,)
 
-    with pytest.raises(ValueError, match="sizes is '2', which is not a value of type tuple"):
+    with pytest.raises(ValueError, match="sizes must be a value of type tuple, not '2'"):
         grid(Odd(), {"sizes": ["2"]})

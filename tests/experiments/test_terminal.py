@@ -19,7 +19,7 @@ from hesscale.experiments.lab.commands import begun_before
 from hesscale.experiments.lab.estimate import time_needed
 from hesscale.experiments.lab.experiment import as_task
 from hesscale.experiments.lab.plots import Table
-from hesscale.experiments.lab.progress import bars, progress_bars, progress_lines
+from hesscale.experiments.lab.progress import bars, learned, progress_bars, progress_lines
 from hesscale.experiments.lab.run_list import as_json, details, lines, run_of, select
 from hesscale.experiments.lab.store import Pause, Store
 from hesscale.experiments.lab.sweep import SweepProgress
@@ -62,6 +62,15 @@ def test_help_fits_and_has_examples(words, monkeypatch):
     assert max(len(line) for line in text.splitlines() if not line.startswith("  hesscale")) <= WIDTH
     assert re.search(r"Examples?:\n  hesscale", text)
     assert "scaled-\n" not in text  # no name is broken
+
+
+def test_help_lists_short_defaults_of_presets_in_a_line_and_long_ones_below_each_other(monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(WIDTH))
+    lines = [line.strip() for line in CliRunner().invoke(cli.app, ["quality", "--help"]).output.splitlines()]
+    assert "[smoke: 2; small: 10; paper: 40]" in lines
+    lines = [line.strip() for line in CliRunner().invoke(cli.app, ["supervised", "--help"]).output.splitlines()]
+    assert "smoke: 1e-3, 1e-2" in lines
+    assert "[default: augment]" in " ".join(lines)
 
 
 def test_help_lists_commands_in_groups():
@@ -107,7 +116,11 @@ def test_runs_are_selected(store):
     assert seeds() == [0, 1, 2, 3]
     assert seeds("toy", "finished", "seed=1") == [1]
     assert seeds(store.directory("toy", as_task(Task(3))).name[:8]) == [3]
-    for text, told in {"seed=9": "no run matches", "speed=1": "no run has a setting speed", "zz": "is no experiment"}.items():
+    for text, told in {
+        "seed=9": "no run matches",
+        "speed=1": "no run has a setting named speed",
+        "zz": "is not an experiment",
+    }.items():
         with pytest.raises(ValueError, match=told):
             seeds(text)
 
@@ -131,20 +144,18 @@ def test_what_goes_on_from_where_is_said(store):
     done, resumed, again = begun_before(store.records())
     assert done.startswith("2 done before")
     assert resumed == "1 resumed from its last checkpoint at 40%"
-    assert again == "1 begun before without a checkpoint, and begun again"
+    assert again == "1 started again, since no checkpoint was saved"
     with store.open("toy", as_task(Task(9))):
-        assert "1 being worked on by another process" in list(begun_before(store.records()))
+        assert "1 in progress in another process" in list(begun_before(store.records()))
 
 
 def test_time_is_estimated_from_finished_runs(store, tmp_path):
     tasks = [as_task(Task(seed)) for seed in range(10, 14)]
-    assert "is not known here" in time_needed(EXPERIMENT, Store(tmp_path / "none"), tasks, 2)
+    assert "The time is unknown" in time_needed(EXPERIMENT, Store(tmp_path / "none"), tasks, 2)
     for seed in (0, 1):
         with Store(store.root).open("toy", as_task(Task(seed))) as run:
             run.note(seconds=60.0, together=1)
-    assert (
-        time_needed(EXPERIMENT, store, tasks, 2) == "It takes about 2 min with 2 workers, by the time that 2 finished runs took."
-    )
+    assert time_needed(EXPERIMENT, store, tasks, 2) == "It will take about 2 min with 2 workers, judging by 2 finished runs."
 
 
 @pytest.fixture
@@ -173,6 +184,11 @@ def test_lines_of_progress_say_what_is_learned_how_fast_and_what_is_left(clock):
     clock.now = 10.0
     say(watched(50))
     assert console.file.getvalue() == "1 of 3 runs, 50%, return 12.5, 5 steps/s, 30 s left\n"
+
+
+def test_one_diverging_run_does_not_hide_what_the_others_learn():
+    runs = SweepProgress(0, {}, {"a": 0.25, "b": 0.5, "c": 1e34})
+    assert learned(cli.EXPERIMENTS["supervised"], runs) == "median loss 0.5"
 
 
 def test_bars_of_progress_fit(clock):

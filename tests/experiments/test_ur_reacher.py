@@ -268,14 +268,14 @@ def test_returns_of_known_policies():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_speed": 0}, "max_speed is 0"),
-        ({"max_speed": float("nan")}, "max_speed is nan"),
+        ({"max_speed": 0}, "max_speed must be .* not 0"),
+        ({"max_speed": float("nan")}, "max_speed must be .* not nan"),
         ({"max_speed": 4.0}, "at most π"),
-        ({"action_delay": -1}, "action_delay is -1"),
-        ({"observation_delay": 0.5}, "observation_delay is 0.5, expected a whole number from 0 on"),
-        ({"substeps": 1}, "substeps is 1, expected a whole number from 2 on"),
-        ({"width": 0}, "width is 0"),
-        ({"render_mode": "ascii"}, "render_mode is 'ascii'"),
+        ({"action_delay": -1}, "action_delay must be a whole number of at least 0, not -1"),
+        ({"observation_delay": 0.5}, "observation_delay must be a whole number of at least 0, not 0.5"),
+        ({"substeps": 1}, "substeps must be a whole number of at least 2, not 1"),
+        ({"width": 0}, "width must be a whole number of at least 1, not 0"),
+        ({"render_mode": "ascii"}, "not 'ascii'"),
     ],
 )
 def test_bad_options_are_refused(options, message):

@@ -55,7 +55,7 @@ def run(settings: Settings, log: Log, program: str) -> dict[str, Any] | None:
         settings = quick(settings)
     work = plan(settings)
     if settings.device == CUDA and not torch.cuda.is_available():
-        raise ValueError("torch finds no CUDA device here; take --device cpu")
+        raise ValueError("torch finds no CUDA device here; use --device cpu")
     before = torch.get_num_threads()
     torch.set_num_threads(settings.threads)
     try:

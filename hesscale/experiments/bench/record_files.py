@@ -42,7 +42,7 @@ def load(folder: Path) -> list[tuple[Path, Record]]:
     """Every record below a folder, oldest first."""
     found = [(path, read(path)) for path in sorted(folder.rglob("*.json"))]
     if not found:
-        raise ValueError(f"no records below {folder}")
+        raise ValueError(f"there are no records in {folder}")
     return sorted(found, key=lambda item: item[1]["started"])
 
 
@@ -52,7 +52,7 @@ def read(path: Path) -> Record:
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(record, dict) or not record.keys() >= KEYS:
-        raise ValueError(f"{path} is no record of this benchmark: move it out of the folder")
+        raise ValueError(f"{path} is not a record of this benchmark; move it out of the folder")
     return record
 
 

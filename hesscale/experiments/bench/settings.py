@@ -24,21 +24,21 @@ class Settings:
 
     device: str = option(CPU, "where to measure: cpu or cuda")
     only: str = option("", f"workloads, separated by commas: {', '.join(WORKLOADS)}")
-    methods: str = option("", f"methods, separated by commas; Adam always runs: {', '.join(METHODS)}")
+    methods: str = option("", f"methods, separated by commas; Adam is always included: {', '.join(METHODS)}")
     modes: str = option("", f"modes, separated by commas: {', '.join(MODES)}")
-    sweep: str = option("", "in place of the workloads, the paper's networks of growing size: outputs or layers")
-    rounds: int = option(30, "blocks of each method; targets need 30")
+    sweep: str = option("", "measure the paper's networks of growing size instead of the workloads: outputs or layers")
+    rounds: int = option(30, "number of blocks of steps that each method runs; targets need 30")
     block: float = option(20.0, "milliseconds that a block of steps should take")
-    limit: float = option(10.0, "seconds that a step may take; slower methods are reported as such")
-    threads: int = option(1, "threads of torch on the CPU")
+    limit: float = option(10.0, "seconds that a step may take; slower methods are reported as too slow")
+    threads: int = option(1, "number of CPU threads for torch")
     tf32: bool = option(False, "allow TF32 in matrix products and convolutions on CUDA")
     ensemble: bool = option(False, "also measure an ensemble of 32 networks")
-    quick: bool = option(False, "a few seconds: one workload, four methods, three rounds")
+    quick: bool = option(False, "measure one workload with four methods and three rounds, in a few seconds")
     out: str = option("", "folder for the results; out/step_cost/cpu or out/step_cost/cuda by default")
     name: str = option("", "name of the files in that folder")
-    report: str = option("", "measure nothing; print the tables of all records below this folder")
+    report: str = option("", "measure nothing, but print the tables of all records in this folder")
     into: str = option(
-        "", "with --report, write the tables into this page, between its two markers, and rewrite each record's own page"
+        "", "with --report, write the tables between the two markers of this page, and rewrite the page of each record"
     )
 
     def command(self, program: str) -> str:
@@ -84,7 +84,7 @@ def check(settings: Settings) -> None:
     check_least(settings, {"rounds": 1, "threads": 1})
     check_numbers(settings, positive=("block", "limit"))
     if settings.sweep and settings.only:
-        raise ValueError("--sweep has its own workloads; leave --only out")
+        raise ValueError("--sweep has its own workloads; leave out --only")
 
 
 def workloads_of(settings: Settings) -> list[Workload]:

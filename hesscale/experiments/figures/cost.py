@@ -33,14 +33,14 @@ BY_DESIGN = ("too slow", "left out")  # reasons for which a method may be missin
 
 @dataclass(frozen=True)
 class Settings:
-    sweeps: str = option("outputs,layers", "what grows, separated by commas: outputs, layers")
-    most_outputs: int = option(512, "the largest number of outputs, of 16, 32 … 512")
-    most_layers: int = option(128, "the largest number of hidden layers, of 1, 2 … 128")
-    methods: str = option(IN_THE_PAPER, f"methods, separated by commas; Adam always runs: {', '.join(METHODS)}")
-    rounds: int = option(30, "blocks of updates of each method; in every round the methods take turns in a new random order")
-    block: float = option(20.0, "milliseconds that a block should take; it has at least one update")
-    limit: float = option(10.0, "seconds that a step may take; slower methods are left out at that size, and the tables say so")
-    threads: int = option(1, "threads of torch on the CPU")
+    sweeps: str = option("outputs,layers", "dimensions that grow, separated by commas: outputs, layers")
+    most_outputs: int = option(512, "largest number of outputs; the networks have 16, 32 … 512")
+    most_layers: int = option(128, "largest number of hidden layers; the networks have 1, 2 … 128")
+    methods: str = option(IN_THE_PAPER, f"methods, separated by commas; Adam is always included: {', '.join(METHODS)}")
+    rounds: int = option(30, "number of rounds; in each, every method runs a block of updates, in a new random order")
+    block: float = option(20.0, "milliseconds that a block of updates should take; a block has at least one update")
+    limit: float = option(10.0, "seconds that a step may take; slower methods are skipped at that size, and the tables say so")
+    threads: int = option(1, "number of CPU threads for torch")
     device: str = option(CPU, "where to measure: cpu or cuda")
 
 
@@ -78,7 +78,7 @@ def tasks(settings: Settings) -> list[Task]:
     sizes = {kind: [w.size for w in sweep(kind) if w.size is not None and w.size <= most[kind]] for kind in kinds}
     for kind, found in sizes.items():
         if not found:
-            raise ValueError(f"no network of the sweep over {kind} has at most {most[kind]}")
+            raise ValueError(f"the smallest network of the sweep over {kind} has more than {most[kind]} {kind}")
     return [Task(kind, size, names, **shared) for kind, found in sizes.items() for size in found]
 
 
@@ -291,7 +291,7 @@ def always(task: Task) -> bool:
 
 EXPERIMENT = Experiment(
     "cost",
-    "What an update costs, relative to Adam's (Appendix D).",
+    "Time of an update relative to Adam's (Appendix D).",
     Settings,
     PRESETS,
     Task,

@@ -39,15 +39,13 @@ ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], tupl
 
 @dataclass(frozen=True)
 class Settings:
-    dataset: str = option("digits", f"{', '.join(names()[:-1])} or {names()[-1]}; the paper has emnist")
+    dataset: str = option("digits", f"data set: {', '.join(names()[:-1])} or {names()[-1]}; the paper uses emnist")
     seeds: int = option(10, "number of networks")
-    iterations: int = option(1000, "training steps of each network")
-    batch: int = option(32, "examples in a step")
+    iterations: int = option(1000, "number of training steps of each network")
+    batch: int = option(32, "number of examples in a batch")
     step_size: float = option(1e-4, "Adam's step size")
     activation: str = option("tanh", f"activation function: {' or '.join(ACTIVATIONS)}")
-    samples: int = option(
-        1, "training examples at which each network's Hessians are computed, the same before and after training"
-    )
+    samples: int = option(1, "number of training examples whose Hessians are computed, before and after training")
     seed: int = option(0, "seed of all random numbers")
 
 
@@ -72,7 +70,7 @@ def tasks(settings: Settings) -> list[Task]:
     check_numbers(settings, positive=["step_size"])
     for name, known in {"activation": [*ACTIVATIONS], "dataset": names()}.items():
         if shared[name] not in known:
-            raise ValueError(f"{name} is {shared[name]!r}; it must be one of {', '.join(known)}")
+            raise ValueError(f"{name} must be one of {', '.join(known)}, not {shared[name]!r}")
     seeds = shared.pop("seeds")
     return [Task(first=first, count=min(BLOCK, seeds - first), **shared) for first in range(0, seeds, BLOCK)]
 

@@ -30,17 +30,19 @@ DIGITS = ",".join(name for name, problem in PROBLEMS.items() if problem.dataset 
 class Settings:
     task: str = option(DIGITS, f"tasks, separated by commas: {', '.join(PROBLEMS)}")
     optimizer: str = option(",".join(FEW), f"{HELP}: {', '.join(KNOWN)}")
-    step_size: str = option("1e-4,3e-4,1e-3,3e-3,1e-2", "step sizes to choose from, for optimizers without one of their own")
-    seeds: int = option(3, "number of runs; a seed decides the initial network and the batches for every optimizer")
+    step_size: str = option(
+        "1e-4,3e-4,1e-3,3e-3,1e-2", "step sizes of optimizers without @; the best one on the validation split is the tuned one"
+    )
+    seeds: int = option(3, "number of runs; runs with the same seed have the same initial network and batches")
     steps: int = option(0, "steps of training; 0 for the task's own")
     batch: int = option(0, "examples in a batch; 0 for the task's own")
-    eps: float = option(0.0, "ε of the optimizers that have one; 0 for each optimizer's own")
-    schedule: str = option("constant", f"step sizes during training: {' or '.join(SCHEDULES)}, which ends at 0")
-    evaluations: int = option(4, "how many times a run is evaluated, the last time at its end")
-    eval_size: int = option(0, "examples to evaluate on in each split; 0 for all")
+    eps: float = option(0.0, "ε of the optimizers that have one; 0 for each optimizer's default")
+    schedule: str = option("constant", f"schedule of the step size: {' or '.join(SCHEDULES)} (which decays to 0)")
+    evaluations: int = option(4, "number of evaluations in a run; the last one is at its end")
+    eval_size: int = option(0, "number of examples of each split to evaluate on; 0 for all")
     device: str = option("auto", f"where to train: {', '.join(DEVICES)}")
     backend: str = option(
-        "auto", f"backend of hesscale.compile_step: {', '.join(BACKENDS)}; auto is inductor on a GPU, else eager"
+        "auto", f"backend of hesscale.compile_step: {', '.join(BACKENDS)}; auto is inductor on a GPU and eager on a CPU"
     )
 
 
@@ -54,7 +56,7 @@ PRESETS = {
 def tasks(settings: Settings) -> list[Task]:
     problems = choose(settings.task, PROBLEMS, "task")
     if not problems:
-        raise ValueError("no task is asked for")
+        raise ValueError("task names no task")
     pairs = with_step_sizes(settings.optimizer, settings.step_size, KNOWN)
     for name, values in {"schedule": SCHEDULES, "device": DEVICES, "backend": ("auto", *BACKENDS)}.items():
         if getattr(settings, name) not in values:
@@ -102,7 +104,7 @@ def is_timed(task: Task) -> bool:
 
 EXPERIMENT = Experiment(
     "optimizers",
-    "Optimizers on many tasks, tuned and at Adam's default step size.",
+    "Accuracy of optimizers on many tasks, tuned and at Adam's default step size.",
     Settings,
     PRESETS,
     Task,

@@ -30,12 +30,12 @@ INITIAL, ANOTHER, ORDER, DRAWS = range(4)  # purposes of random numbers
 class Settings:
     dataset: str = option("mnist", f"data set: {', '.join(names()[:-1])} or {names()[-1]}")
     seeds: int = option(40, "number of networks, each with its own initialization")
-    examples: int = option(1000, "steps of SGD, each with one example; errors are measured at the example before the step")
+    examples: int = option(1000, "number of SGD steps, each on one example; errors are measured before each step, on its example")
     step_size: float = option(0.01, "step size of SGD")
     standardize: bool = option(
-        True, "scale pixels to mean 0 and variance 1 over the training set, as in the authors' code, instead of to 0 … 1"
+        True, "scale pixels to mean 0 and variance 1 over the training set, as in the authors' code, or else to [0, 1]"
     )
-    quirks: str = option("", f"'{methods.AUTHORS}': BL89 and AdaHessian as in the authors' code")
+    quirks: str = option("", f"'{methods.AUTHORS}' computes BL89 and AdaHessian as the authors' code does")
     seed: int = option(0, "seed of all random numbers")
 
 
@@ -66,7 +66,7 @@ def check(settings: Settings) -> None:
     if settings.dataset not in names():
         raise ValueError(f"dataset must be one of {', '.join(names())}, not {settings.dataset!r}")
     if settings.quirks not in ("", methods.AUTHORS):
-        raise ValueError(f"quirks must be {methods.AUTHORS!r} or nothing, not {settings.quirks!r}")
+        raise ValueError(f"quirks must be {methods.AUTHORS!r} or empty, not {settings.quirks!r}")
 
 
 def work(settings: Settings) -> str:
@@ -149,7 +149,7 @@ def advance(task: Task, state: dict[str, Any], inputs: Tensor, labels: Tensor) -
 
 def check_finite(task: Task, step: int, values: Tensor) -> None:
     if not values.isfinite().all():
-        raise ValueError(f"a network diverged at example {step + 1} with step size {task.step_size}; take a smaller one")
+        raise ValueError(f"a network diverged at example {step + 1} with step size {task.step_size}; use a smaller step size")
 
 
 def adahessian_errors(task: Task, at: methods.Pass, truth: methods.Rows, random: methods.Generators) -> Tensor:
@@ -163,7 +163,7 @@ def adahessian_errors(task: Task, at: methods.Pass, truth: methods.Rows, random:
 
 EXPERIMENT = Experiment(
     name="quality",
-    title="How close HesScale and others come to the Hessian's diagonal, in networks that learn example by example.",
+    title="Errors of HesScale and other estimates of the Hessian diagonal during training (Fig. 2).",
     settings=Settings,
     presets={
         "smoke": Settings(dataset="digits", seeds=2, examples=10),

@@ -34,37 +34,35 @@ CHECKPOINT_SECONDS = 20.0
 @dataclass(frozen=True)
 class Settings:
     algo: str = option("ppo", f"algorithms, separated by commas: {', '.join(ALGORITHMS)}")
-    env: str = option(
-        "CartPole-v1", "names of gymnasium environments, separated by commas; actions may be discrete or continuous"
-    )
+    env: str = option("CartPole-v1", "Gymnasium environments with discrete or continuous actions, separated by commas")
     optimizer: str = option("adam,adahesscale", f"{HELP}: {', '.join(AGENT_OPTIMIZERS)}")
-    step_size: str = option("3e-4", "step sizes, separated by commas, for optimizers without one of their own")
-    seeds: int = option(2, "number of runs; a seed decides networks, environment and actions")
-    steps: int = option(30_000, "steps in the environment, rounded up to whole rollouts")
-    humanoid_steps: int = option(0, "steps in Humanoid and HumanoidStandup; 0 for as many as elsewhere")
+    step_size: str = option("3e-4", "step sizes of optimizers without @, separated by commas")
+    seeds: int = option(2, "number of runs; the seed of a run determines its networks, environment and actions")
+    steps: int = option(30_000, "number of environment steps, rounded up to whole rollouts")
+    humanoid_steps: int = option(0, "number of steps in Humanoid and HumanoidStandup; 0 for the same number as elsewhere")
     policy: str = option("auto", f"distribution of the actions: {', '.join(POLICIES)}")
     protocol: str = option(
-        "paper", f"paper or cleanrl, with parts added or left out, as in paper+sigma or cleanrl-values; parts: {', '.join(PARTS)}"
+        "paper", f"paper or cleanrl; + adds and - removes a part ({', '.join(PARTS)}), as in paper+sigma or cleanrl-values"
     )
     normalize: bool = option(True, "normalize observations and rewards")
-    eps: float = option(1e-5, "ε of the optimizers; the paper's text has 1e-8, the authors' code 1e-5")
-    trust_radius: str = option("1e-8", "Δ of the scaled optimizers, for each network; several are separated by commas")
-    half_value_loss: bool = option(False, "train the critic with ½ (v − R)², whose curvature is 1, in place of (v − R)²")
+    eps: float = option(1e-5, "ε of the optimizers; it is 1e-8 in the paper's text and 1e-5 in the authors' code")
+    trust_radius: str = option("1e-8", "trust radius Δ of the scaled optimizers, for each network; separate several by commas")
+    half_value_loss: bool = option(False, "train the critic with ½ (v − R)², whose second derivative is 1, instead of (v − R)²")
     truncation: str = option(
         "auto",
-        "how a truncated episode ends: bootstrap with the value of its last state, or terminate as if it were over; "
-        "auto: as the protocol has it, which for cleanrl is terminate",
+        "what follows the last state of a truncated episode: bootstrap uses the critic's value of that state, terminate uses 0; "
+        "auto is bootstrap for the paper's protocol and terminate for cleanrl",
     )
     rollout: int = option(0, "steps between updates; 0 for 5 (A2C) or 2048 (PPO)")
     gamma: float = option(0.99, "discount factor γ")
     gae_lambda: float = option(0.95, "λ of PPO's generalized advantage estimates")
     clip: float = option(0.2, "PPO's clipping range of probability ratios")
-    epochs: int = option(0, "PPO's passes over each rollout; 0 for 10")
-    minibatches: int = option(0, "minibatches in each of these passes; 0 for 32")
-    width: int = option(64, "units in each hidden layer")
+    epochs: int = option(0, "number of passes of PPO over each rollout; 0 for 10")
+    minibatches: int = option(0, "number of minibatches in each pass; 0 for 32")
+    width: int = option(64, "number of units in each hidden layer")
     entropy: float = option(0.0, "coefficient of the entropy bonus")
     backend: str = option("inductor", f"backend of hesscale.compile_step: {', '.join(BACKENDS)}")
-    video: bool = option(False, "film an episode of each trained agent with seed 0, as video.mp4 beside its run")
+    video: bool = option(False, "save a video of one episode of each agent with seed 0, as video.mp4 in the folder of its run")
 
 
 MUJOCO = (
@@ -92,7 +90,7 @@ def tasks(settings: Settings) -> list[Config]:
     pairs = with_step_sizes(settings.optimizer, settings.step_size, AGENT_OPTIMIZERS)
     environments = list(dict.fromkeys(name.strip() for name in settings.env.split(",") if name.strip()))
     if not environments:
-        raise ValueError("no environment is asked for")
+        raise ValueError("env names no environment")
     for name in environments:
         check_name(name)
     for name, known in CHOICES.items():
@@ -101,7 +99,9 @@ def tasks(settings: Settings) -> list[Config]:
     check_ranges(settings)
     radii = positives(settings.trust_radius, "trust_radius")
     if "values" in parts_of(settings.protocol) and settings.half_value_loss:
-        raise ValueError(f"half_value_loss is of the paper's value loss; protocol={settings.protocol!r} has CleanRL's")
+        raise ValueError(
+            f"half_value_loss applies to the paper's value loss only, but protocol={settings.protocol!r} uses CleanRL's"
+        )
     steps = {name: (name.startswith("Humanoid") and settings.humanoid_steps) or settings.steps for name in environments}
     same = (
         *("policy", "protocol", "normalize", "half_value_loss", "eps", "backend"),
@@ -123,15 +123,15 @@ def check_ranges(settings: Settings) -> None:
     """Raise a ValueError that names the setting that is out of range, and the range."""
     for name in ("seeds", "steps", "width"):
         if getattr(settings, name) < 1:
-            raise ValueError(f"{name}={getattr(settings, name)} must be at least 1")
+            raise ValueError(f"{name} must be at least 1, not {getattr(settings, name)}")
     for name in ("humanoid_steps", "rollout", "epochs", "minibatches", "eps", "entropy"):
         if not 0 <= getattr(settings, name) < math.inf:
-            raise ValueError(f"{name}={getattr(settings, name)} must be at least 0")
+            raise ValueError(f"{name} must be at least 0, not {getattr(settings, name)}")
     for name in ("gamma", "gae_lambda"):
         if not 0 <= getattr(settings, name) <= 1:
-            raise ValueError(f"{name}={getattr(settings, name)} must be between 0 and 1")
+            raise ValueError(f"{name} must be between 0 and 1, not {getattr(settings, name)}")
     if not 0 < settings.clip < 1:
-        raise ValueError(f"clip={settings.clip} must be between 0 and 1")
+        raise ValueError(f"clip must be between 0 and 1, not {settings.clip}")
     if "ppo" in settings.algo:
         from ..rl.ppo import PPO
 
@@ -222,7 +222,7 @@ class Training:
             states = [self.learning.state(k) for k in range(len(self.runs))]
         except TypeError as error:
             self.can_save = False
-            warnings.warn(f"{error}: if it is interrupted, this run begins anew", stacklevel=2)
+            warnings.warn(f"{error}. If this run is interrupted, it will start again from the beginning", stacklevel=2)
             return
         pause: Pause | None = None
         for run, score, state in zip(self.runs, self.scores, states, strict=True):
@@ -314,7 +314,7 @@ class Pace:
 
 EXPERIMENT = Experiment(
     "rl",
-    "A2C and PPO: return by environment steps.",
+    "Returns of A2C and PPO by environment steps, for each optimizer (Fig. 5).",
     Settings,
     PRESETS,
     Config,

@@ -30,16 +30,16 @@ MUCH = 0.1  # a drop by more than this share of the gain is a deterioration
 class Settings:
     optimizer: str = option("adam,scaled-adam", f"optimizers, separated by commas: {', '.join(AGENT_OPTIMIZERS)}")
     step_size: str = option("3e-4", "step sizes, separated by commas")
-    seeds: int = option(5, "runs of each optimizer")
-    steps: int = option(250_000, "steps in the environment, 40 ms each, rounded up to whole rollouts")
-    eps: float = option(1e-5, "ε of the optimizers; the paper's text has 1e-8, the authors' code 1e-5")
-    trust_radius: str = option("1e-8", "Δ of the scaled optimizers, for each network")
-    half_value_loss: bool = option(False, "train the critic with ½ (v − R)², whose curvature is 1, in place of (v − R)²")
+    seeds: int = option(5, "number of runs of each optimizer")
+    steps: int = option(250_000, "number of environment steps of 40 ms each, rounded up to whole rollouts")
+    eps: float = option(1e-5, "ε of the optimizers; it is 1e-8 in the paper's text and 1e-5 in the authors' code")
+    trust_radius: str = option("1e-8", "trust radius Δ of the scaled optimizers, for each network")
+    half_value_loss: bool = option(False, "train the critic with ½ (v − R)², whose second derivative is 1, instead of (v − R)²")
     truncation: str = option(
-        "bootstrap", "how a truncated episode ends: bootstrap with the value of its last state, or terminate as if it were over"
+        "bootstrap", "what follows the last state of a truncated episode: bootstrap uses the critic's value, terminate uses 0"
     )
     backend: str = option("inductor", f"backend of hesscale.compile_step: {', '.join(BACKENDS)}")
-    video: bool = option(False, "film an episode of each optimizer's agent with seed 0, as video.mp4 beside its run")
+    video: bool = option(False, "save a video of one episode of each agent with seed 0, as video.mp4 in the folder of its run")
 
 
 PRESETS = {
@@ -51,7 +51,7 @@ PRESETS = {
 
 def tasks(settings: Settings) -> list[Config]:
     if "@" in settings.optimizer:
-        raise ValueError("optimizers are compared at the same step sizes, those of step_size; leave out @")
+        raise ValueError("all optimizers are compared at the step sizes of step_size, so names with @ are not allowed")
     return rl.tasks(rl.Settings(algo="ppo", env=ENV, **asdict(settings)))
 
 
@@ -220,7 +220,7 @@ def runs_plot(runs: dict[Method, list[Result]], end: str) -> Plot:
 EXPERIMENT = dataclasses.replace(
     rl.EXPERIMENT,
     name="robot",
-    title="PPO on a simulated UR5: how much return is lost after the peak, with and without a trust region.",
+    title="Returns of PPO on a simulated UR5 and their drop after the peak, with and without a trust region (Fig. 7).",
     settings=Settings,
     presets=PRESETS,
     tasks=tasks,

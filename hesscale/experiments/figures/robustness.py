@@ -38,7 +38,7 @@ GRID = "3e-6,1e-5,3e-5,1e-4,3e-4,1e-3,3e-3,1e-2,1"
 @dataclass(frozen=True)
 class Settings(rl.Settings):
     optimizer: str = option("adam,scaled-adam,scaled-adahesscale", f"{HELP}: {', '.join(AGENT_OPTIMIZERS)}")
-    step_size: str = option(GRID, "step sizes, separated by commas, for optimizers without one of their own")
+    step_size: str = option(GRID, "step sizes of optimizers without @, separated by commas")
 
 
 PRESETS = {
@@ -213,7 +213,7 @@ def divergences(known: list[Scores], method: Method) -> str:
 EXPERIMENT = dataclasses.replace(
     rl.EXPERIMENT,
     name="robustness",
-    title="A2C and PPO: return by step size, with and without a trust region.",
+    title="Returns of A2C and PPO by step size, with and without a trust region (Fig. 6).",
     settings=Settings,
     presets=PRESETS,
     tasks=tasks,

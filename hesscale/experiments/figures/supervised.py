@@ -27,25 +27,28 @@ class Settings:
     task: str = option("digits-mlp", f"tasks, separated by commas: {', '.join(PROBLEMS)}")
     optimizer: str = option(",".join(PAPER), f"{HELP}: {', '.join(IMAGE_OPTIMIZERS)}")
     step_size: str = option(
-        "1e-5,1e-4,1e-3,1e-2,1e-1,1", "step sizes to choose from by validation accuracy, for optimizers without one of their own"
+        "1e-5,1e-4,1e-3,1e-2,1e-1,1",
+        "step sizes of optimizers without @; the report shows the one with the best validation accuracy",
     )
-    seeds: int = option(3, "number of runs; a seed decides initial network, batches and augmentation for every optimizer")
+    seeds: int = option(3, "number of runs; runs with the same seed have the same initial network, batches and augmentation")
     epochs: int = option(0, "epochs of training; 0 for the task's own")
-    sgd_epochs: int = option(1, "SGD's epochs as a multiple of the others'; the paper gives it the time of the slowest optimizer")
+    sgd_epochs: int = option(
+        1, "multiple of the epochs for SGD; in the paper, SGD trains for as long as the slowest optimizer takes"
+    )
     batch: int = option(0, "images in a batch; 0 for the task's own")
     activation: str = option("elu", f"activation function: {', '.join(ACTIVATIONS)}")
-    padding: str = option("deepobs", f"padding of convolutions and pools: {' or '.join(PADDINGS)}, as in the authors' code")
+    padding: str = option("deepobs", f"padding of convolutions and pooling: {' or '.join(PADDINGS)} (as in the authors' code)")
     l2: float = option(
-        0.0, "λ of the penalty ½λ‖W‖² on weights, not on biases; DeepOBS has 0.002 for 3C3D and 0.0005 for All-CNN-C"
+        0.0, "λ of the penalty ½λ‖W‖² on weights (not biases); DeepOBS uses 0.002 for 3C3D and 0.0005 for All-CNN-C"
     )
-    augment: bool = option(True, "shift, flip and recolour images of CIFAR-100")
+    augment: bool = option(True, "augment the training images of CIFAR-100: shift, flip and change colours")
     eps: float = option(1e-8, "ε of the adaptive optimizers")
-    trust_radius: float = option(1e-4, "Δ of the scaled optimizers")
-    evaluate_every: int = option(1, "epochs between evaluations")
-    precision: str = option("tf32", f"precision of matrix products on a GPU, and with bf16 on a CPU too: {', '.join(PRECISIONS)}")
+    trust_radius: float = option(1e-4, "trust radius Δ of the scaled optimizers")
+    evaluate_every: int = option(1, "number of epochs between evaluations")
+    precision: str = option("tf32", f"precision of matrix products: {', '.join(PRECISIONS)}; on a CPU, tf32 is float32")
     device: str = option("auto", f"where to train: {', '.join(DEVICES)}")
     backend: str = option(
-        "auto", f"backend of hesscale.compile_step: {', '.join(BACKENDS)}; auto is inductor on a GPU, else traced"
+        "auto", f"backend of hesscale.compile_step: {', '.join(BACKENDS)}; auto is inductor on a GPU and traced on a CPU"
     )
 
 
@@ -59,7 +62,7 @@ PRESETS = {
 def tasks(settings: Settings) -> list[Task]:
     problems = choose(settings.task, named(PROBLEMS), "task")
     if not problems:
-        raise ValueError("no task is asked for")
+        raise ValueError("task names no task")
     pairs = with_step_sizes(settings.optimizer, settings.step_size, IMAGE_OPTIMIZERS)
     known = {"activation": ACTIVATIONS, "padding": PADDINGS, "precision": PRECISIONS, "device": DEVICES}
     for name, values in {**known, "backend": ("auto", *BACKENDS)}.items():
@@ -109,7 +112,7 @@ def is_timed(task: Task) -> bool:
 
 EXPERIMENT = Experiment(
     "supervised",
-    "Seven optimizers on image classification, by epochs and by seconds.",
+    "Accuracy of seven optimizers in image classification, by epochs and by seconds (Fig. 4, Appendix G).",
     Settings,
     PRESETS,
     Task,

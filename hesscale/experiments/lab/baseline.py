@@ -45,7 +45,7 @@ def read_summary(path: Path) -> dict[str, Facts]:
     except FileNotFoundError:
         raise ValueError(f"there is no {file}: `hesscale report` writes one") from None
     except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{file} is no summary that a report wrote ({error!r})") from None
+        raise ValueError(f"{file} was not written by hesscale report ({error!r})") from None
     return dict(found)
 
 
@@ -84,7 +84,9 @@ def add_baseline(account: Account, summary: Facts) -> None:
     kinds = {Plot: "series", Table: "rows"}
     items = [item for item in account.items if isinstance(item, (Plot, Table)) and kinds[type(item)] in shown.get(item.name, ())]
     if not items:
-        raise ValueError(f"the summary shows nothing of {account.name} that these runs show: {', '.join(shown)}")
+        raise ValueError(
+            f"the summary and these runs have nothing in common for {account.name}; these runs show {', '.join(shown)}"
+        )
     here = {label for item in items for label in labels_of(item)}
     there = [label for item in items for label in labels_shown(shown[item.name])]
     names = renamed(there, here, is_other=is_other(account.settings, summary.get("settings", {})))

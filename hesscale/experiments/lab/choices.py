@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
@@ -44,23 +45,25 @@ def choose(names: str, known: Mapping[str, T], what: str) -> list[T]:
     wanted = [name.strip() for name in names.split(",") if name.strip()]
     for name in wanted:
         if name not in known:
-            raise ValueError(f"no {what} is called {name!r}; there are {', '.join(known)}")
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f" (did you mean {close[0]!r}?)" if close else ""
+            raise ValueError(f"no {what} is called {name!r}{hint}; there are {', '.join(known)}")
     return [known[name] for name in dict.fromkeys(wanted)]
 
 
 def check_least(settings: object, least: Mapping[str, int]) -> None:
-    """Raise a ValueError that names the setting which is below the least value it may have."""
+    """Raise a ValueError that names a setting below its least value."""
     for name, value in least.items():
         if getattr(settings, name) < value:
-            raise ValueError(f"{name}={getattr(settings, name)} must be at least {value}")
+            raise ValueError(f"{name} must be at least {value}, not {getattr(settings, name)}")
 
 
 def check_numbers(settings: object, *, positive: Sequence[str] = (), not_negative: Sequence[str] = ()) -> None:
-    """Raise a ValueError that names the setting which is infinite or negative, or zero where it must be positive."""
+    """Raise a ValueError that names a setting that is infinite or negative, or zero where it must be positive."""
     for name in (*positive, *not_negative):
         value = getattr(settings, name)
         if not (0 <= value < math.inf and (value or name in not_negative)):
-            raise ValueError(f"{name}={value} must be {'positive' if name in positive else '0 or positive'}, and finite")
+            raise ValueError(f"{name} must be {'positive' if name in positive else '0 or positive'} and finite, not {value}")
 
 
 def named(names: Iterable[str]) -> dict[str, str]:

@@ -105,7 +105,7 @@ def work_for_a_while(
     """Work on some runs for a while. Returns their files, and the error of each, "" if it is done; None if work is left."""
     torch.set_num_threads(1)
     if data is not None and not data.exists():
-        problem = f"{data} is not there on {platform.node()}: data sets must have the same path on every machine of the cluster"
+        problem = f"{data} does not exist on {platform.node()}: data sets must have the same path on every machine of the cluster"
         return [{} for _ in tasks], [problem] * len(tasks)
     with tempfile.TemporaryDirectory(prefix="hesscale-") as root:
         store = Store(root, tensorboard=tensorboard, seconds=seconds)

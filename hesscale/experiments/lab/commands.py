@@ -27,6 +27,7 @@ from .terminal import count, escaped, print_table
 
 RUNS = Path("out/runs")
 TOGETHER = 16
+SHORT = 50  # defaults of the presets that are no longer than this share a line in help texts
 SETTINGS, RUNNING = "Settings", "Runs"  # groups of options in help texts
 
 
@@ -34,13 +35,13 @@ SETTINGS, RUNNING = "Settings", "Runs"  # groups of options in help texts
 class RunOptions:
     """Options that all experiments share: where runs and data are stored, and where tasks are done."""
 
-    workers: int = option(0, "worker processes; 0 for one per core")
-    together: int = option(TOGETHER, "the most runs that share one process, in experiments that support it")
+    workers: int = option(0, "number of worker processes; 0 for one per core")
+    together: int = option(TOGETHER, "maximum number of runs that train together in one process, if the experiment supports it")
     runs: Path = option(RUNS, "folder of runs; finished runs in it are not repeated")  # noqa: RUF009
-    data: Optional[Path] = option(None, "folder of data sets, in place of HESSCALE_DATA")  # noqa: RUF009, UP045
+    data: Optional[Path] = option(None, "folder of data sets, instead of HESSCALE_DATA or data/")  # noqa: RUF009, UP045
     ray: str = option("", "address of a Ray cluster to run on; 'local' starts one")
     tensorboard: bool = option(False, "also log for TensorBoard")
-    dry_run: bool = option(False, "print how much work there is and how long it would take, and stop")
+    dry_run: bool = option(False, "only print how much work there is and how long it would take")
 
     @property
     def store(self) -> Store:
@@ -59,7 +60,7 @@ def as_folder(path: Path, option: str) -> Path:
     """The path with ~ expanded. BadParameter if it is a file."""
     path = path.expanduser()
     if path.exists() and not path.is_dir():
-        raise typer.BadParameter(f"{path} is a file, and a folder is needed", param_hint=option)
+        raise typer.BadParameter(f"{path} is a file, but a folder is needed", param_hint=option)
     return path
 
 
@@ -99,7 +100,8 @@ def sweep_command(known: Mapping[str, Experiment]) -> Callable[..., None]:
         run_experiment(chosen, tasks_of(chosen, several), run_options(given), command, *several)
 
     argument = typer.Argument(help=f"one of {', '.join(known)}")
-    over = typer.Option("--over", help="a setting and its values, such as step_size=0.1,0.01; may be given several times")
+    text = "a setting and its values, such as step_size=0.1,0.01; give it once for each setting"
+    over = typer.Option("--over", help=text, rich_help_panel=SETTINGS)
     kind = inspect.Parameter.KEYWORD_ONLY
     sweep.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [
@@ -110,7 +112,7 @@ def sweep_command(known: Mapping[str, Experiment]) -> Callable[..., None]:
         ]
     )
     sweep.__annotations__ = {}
-    sweep.__doc__ = "Run an experiment with every combination of some settings' values."
+    sweep.__doc__ = "Run an experiment with every combination of the given values of its settings."
     return sweep
 
 
@@ -155,7 +157,7 @@ PRESET = inspect.Parameter(
         str,
         typer.Option(
             "--preset",
-            help=f"the values of all settings that are not given: {', '.join(PRESETS[:-1])} or {PRESETS[-1]}",
+            help=f"defaults of all other settings: {', '.join(PRESETS[:-1])} or {PRESETS[-1]}",
             rich_help_panel=SETTINGS,
         ),
     ],
@@ -163,11 +165,19 @@ PRESET = inspect.Parameter(
 
 
 def values_in_presets(experiment: Experiment, field: dataclasses.Field[Any]) -> str:
-    """The defaults of an option, with a space after each comma to allow line breaks."""
-    values = [str(getattr(experiment.presets[preset], field.name)).replace(",", ", ") or "none" for preset in PRESETS]
+    """The default of an option, or its default in each preset. A space after each comma allows line breaks."""
+    values = [written(field, getattr(experiment.presets[preset], field.name)) for preset in PRESETS]
     if len({*values}) == 1:
-        return f" ({values[0]})"
-    return f" ({'; '.join(f'{preset}: {value}' for preset, value in zip(PRESETS, values, strict=True))})"
+        return f"  [default: {values[0]}]"
+    each = [f"{preset}: {value}" for preset, value in zip(PRESETS, values, strict=True)]
+    together = f"[{'; '.join(each)}]"
+    return f"\n{together}" if len(together) <= SHORT else "".join(f"\n{one}" for one in each)
+
+
+def written(field: dataclasses.Field[Any], value: Any) -> str:
+    if isinstance(value, bool):
+        return f"{'' if value else 'no-'}{field.name.replace('_', '-')}"
+    return str(value).replace(",", ", ") or "none"
 
 
 def settings_of(experiment: Experiment, preset: str, changed: Mapping[str, Any]) -> Any:
@@ -199,9 +209,9 @@ def run_experiment(experiment: Experiment, tasks: list[Task], where: RunOptions,
     """Do the tasks that are not finished, show progress, and print the tables of all results."""
     console, store = Console(), where.store
     if where.workers < 0:
-        raise typer.BadParameter(f"{where.workers} is negative", param_hint="--workers")
+        raise typer.BadParameter(f"it must be 0 or more, not {where.workers}", param_hint="--workers")
     if where.together < 1:
-        raise typer.BadParameter(f"{where.together} is not positive", param_hint="--together")
+        raise typer.BadParameter(f"it must be at least 1, not {where.together}", param_hint="--together")
     begun = [record for task in tasks if (record := store.record(experiment.name, task)) is not None]
     finished = [record for record in begun if record.status == FINISHED]
     console.print(f"[bold]{experiment.name}[/]: {'; '.join(experiment.work(settings) for settings in several)}.", highlight=False)
@@ -225,15 +235,15 @@ def run_experiment(experiment: Experiment, tasks: list[Task], where: RunOptions,
 
 
 def begun_before(records: list[Record]) -> Iterator[str]:
-    """What earlier commands have left of the runs: which are done, and where the others go on from."""
+    """What earlier commands have left of the runs: which are done, and where the others resume."""
     now = [commit()]
     finished = [record for record in records if record.status == FINISHED]
     others = sum(record.facts["commits"] != now for record in finished)
     if finished:
-        yield f"{len(finished)} done before" + (f" ({others} by another commit or with changes to it)" if others else "")
+        yield f"{len(finished)} done before" + (f" ({others} with another commit or with uncommitted changes)" if others else "")
     statuses = [record.status for record in records]
     if busy := statuses.count(BUSY):
-        yield f"{busy} being worked on by another process"
+        yield f"{busy} in progress in another process"
     left = [record for record, status in zip(records, statuses, strict=True) if status not in (FINISHED, DAMAGED, BUSY)]
     resumed = [record for record in left if (record.directory / "checkpoint.pt").exists()]
     shares = sorted(
@@ -243,7 +253,7 @@ def begun_before(records: list[Record]) -> Iterator[str]:
         at = f" at {shares[0]:.0%}" + (f" to {shares[-1]:.0%}" if shares[0] < shares[-1] else "") if shares else ""
         yield f"{len(resumed)} resumed from {'its' if len(resumed) == 1 else 'their'} last checkpoint{at}"
     if len(left) > len(resumed):
-        yield f"{len(left) - len(resumed)} begun before without a checkpoint, and begun again"
+        yield f"{len(left) - len(resumed)} started again, since no checkpoint was saved"
 
 
 def workers_of(experiment: Experiment, tasks: list[Task], where: RunOptions) -> int:
@@ -282,7 +292,7 @@ def check_inputs(experiment: Experiment, tasks: list[Task], finished: list[Recor
         except DataError:
             continue
         if record.facts.get("inputs", inputs) != inputs:
-            raise typer.BadParameter(f"{record.directory} was done with other data of the same name; use other --runs")
+            raise typer.BadParameter(f"{record.directory} was done with different data of the same name; choose other --runs")
 
 
 def do(console: Console, experiment: Experiment, tasks: list[Task], where: RunOptions, command: str) -> list[tuple[Path, str]]:
@@ -323,4 +333,4 @@ def show(console: Console, experiment: Experiment, store: Store, tasks: list[Tas
         console.print(f"\n[bold]{escaped(section.title)}[/]", highlight=False)
         for table in [item for item in section.items if isinstance(item, Table)]:
             print_table(console, table)
-    console.print("Figures: [bold]hesscale report[/]")
+    console.print("[bold]hesscale report[/] draws the figures.")

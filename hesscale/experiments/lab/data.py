@@ -115,7 +115,7 @@ def load(name: str, root: str | Path | None = None) -> Dataset:
             images, labels, path = source.read(folder(root) / file, (count, *source.shape))
             splits += [images, checked(labels, count, source.classes, path)]
         except (FileNotFoundError, NotADirectoryError) as missing:
-            raise DataError(f"{missing.filename} is not there; {advice(name, root)}") from None
+            raise DataError(f"{missing.filename} does not exist; {advice(name, root)}") from None
         except DataError as error:
             raise DataError(f"{error}; remove it, and {advice(name, root)}") from None
     train_images, train_labels, test_images, test_labels = splits
@@ -135,16 +135,16 @@ def fingerprint(name: str, root: str | Path | None = None) -> str:
 
 def source_of(name: str) -> Source:
     if name not in SOURCES:
-        raise DataError(f"there is no data set {name!r}; those known are {', '.join(names())}")
+        raise DataError(f"there is no data set {name!r}; choose one of {', '.join(names())}")
     return SOURCES[name]
 
 
 def advice(name: str, root: str | Path | None) -> str:
     if SOURCES[name].remotes:
-        todo = f"hesscale data {name} --data {folder(root)} gets it"
+        todo = f"download it with `hesscale data {name} --data {folder(root)}`"
     else:
-        todo = "put it there: it is nowhere to be downloaded"
-    return f"{todo}, or let HESSCALE_DATA name the folder that has it"
+        todo = "put it there, since it cannot be downloaded"
+    return f"{todo}, or set HESSCALE_DATA to the folder that has it"
 
 
 def digits() -> Dataset:
@@ -162,10 +162,10 @@ def digits() -> Dataset:
 def checked(labels: Sequence[Any], count: int, classes: int, path: Path) -> Tensor:
     """Labels as a tensor, after checking that there are ``count`` and that each is one of the classes."""
     if len(labels) != count:
-        raise DataError(f"{path} has {len(labels)} labels where {count} belong")
+        raise DataError(f"{path} has {len(labels)} labels, but should have {count}")
     strange = next((label for label in labels if type(label) is not int or not 0 <= label < classes), None)
     if strange is not None:
-        raise DataError(f"{path} has a label {strange!r} where 0 to {classes - 1} belong")
+        raise DataError(f"{path} has a label {strange!r}, but labels should be 0 to {classes - 1}")
     return torch.tensor(labels, dtype=torch.int64, device="cpu")
 
 
@@ -194,12 +194,12 @@ def read_idx_file(path: Path, shape: tuple[int, ...]) -> tuple[Tensor, Path]:
             raise DataError(f"{path} is damaged ({error})") from None
     begin = 4 + 4 * len(shape)
     if content[:4] != bytes([0, 0, 8, len(shape)]) or len(content) < begin:
-        raise DataError(f"{path} does not begin as IDX files of bytes in {len(shape)} dimensions do")
+        raise DataError(f"{path} does not start like an IDX file of bytes in {len(shape)} dimensions")
     found = tuple(int.from_bytes(content[i : i + 4], "big") for i in range(4, begin, 4))
     if found != shape:
-        raise DataError(f"{path} says that it has {by(found)} values where {by(shape)} belong")
+        raise DataError(f"{path} claims to have {by(found)} values, but should have {by(shape)}")
     if len(content) != begin + math.prod(shape):
-        raise DataError(f"{path} has {len(content)} bytes where {begin + math.prod(shape)} belong")
+        raise DataError(f"{path} has {len(content)} bytes, but should have {begin + math.prod(shape)}")
     return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=begin).view(shape), path
 
 
@@ -240,10 +240,10 @@ def read_cifar(path: Path, shape: tuple[int, ...]) -> tuple[Tensor, Sequence[Any
     except OSError:
         raise
     except Exception as error:  # a damaged pickle may raise anything
-        raise DataError(f"{path} is damaged, or none of CIFAR's ({type(error).__name__}: {error})") from None
+        raise DataError(f"{path} is damaged, or not a file of CIFAR-100 ({type(error).__name__}: {error})") from None
     expected = (shape[0], math.prod(shape[1:]))
     if images.shape != expected:
-        raise DataError(f"{path} has {by(tuple(images.shape))} values where {by(expected)} belong")
+        raise DataError(f"{path} has {by(tuple(images.shape))} values, but should have {by(expected)}")
     return images.reshape(shape), labels, path
 
 
@@ -269,7 +269,7 @@ def download(name: str, root: str | Path | None = None, progress: Progress | Non
         return
     remotes = source_of(name).remotes
     if not remotes:
-        raise DataError(f"{name} is nowhere to be downloaded")
+        raise DataError(f"{name} cannot be downloaded")
     for remote in remotes:
         path = folder(root) / remote.path
         targets = {member: folder(root) / remote.folder / PurePosixPath(member).name for member in remote.members}

@@ -30,19 +30,19 @@ def fetch(url: str, path: Path, sha256: str, progress: Progress | None = None) -
     """Download a file with this checksum, or resume from the part that an earlier attempt left beside it."""
     if path.exists():
         if digest(path) != sha256:
-            raise DataError(f"{path} is there, and is not what {url} has: its sha256 is not {sha256}; move it away")
+            raise DataError(f"{path} exists, but is not the file at {url}: its SHA-256 is not {sha256}; move it away")
         return
     part = path.with_name(f"{path.name}.part")
     part.parent.mkdir(parents=True, exist_ok=True)
     try:
         transfer(url, part, progress or (lambda *_: None))
     except (OSError, HTTPException) as error:
-        kept = f"; {part} keeps what came, so download again to go on" if part.exists() else ""
-        raise DataError(f"{url} could not be downloaded ({error}){kept}; or put the file at {path} by hand") from None
+        kept = f"run the same command to resume the download from {part}, or " if part.exists() else ""
+        raise DataError(f"{url} could not be downloaded ({error}); {kept}put the file at {path} by hand") from None
     found = digest(part)
     if found != sha256:
         part.unlink()
-        raise DataError(f"{url} sent a file with sha256 {found} where {sha256} belongs; it was thrown away: try again later")
+        raise DataError(f"{url} sent a file whose SHA-256 is {found} and not {sha256}; the file was deleted, so try again later")
     write_whole(path, part.rename)
 
 

@@ -19,14 +19,14 @@ def time_needed(experiment: Experiment, store: Store, tasks: Sequence[Task], wor
     known = [record for record in store.records(experiment.name) if is_measured(record)][-SAMPLE:]
     if not known:
         return (
-            f"How long it takes is not known here: no finished run of {experiment.name} in {store.root} has its time recorded. "
-            f"A first run, such as hesscale {experiment.name} --preset smoke, gives an estimate."
+            f"The time is unknown, since {store.root} has no finished and timed run of {experiment.name}. "
+            f"To get an estimate, first run hesscale {experiment.name} --preset smoke."
         )
     costs: dict[tuple[Any, ...], float] = {}
     seconds = [costs.setdefault(key, cost(experiment, task, known)) for task in tasks for key in [kind_of(task)]]
     takes = max(sum(seconds) / workers, max(seconds))
     with_workers = f" with {count(workers, 'worker')}" if workers > 1 else ""
-    return f"It takes about {duration(takes)}{with_workers}, by the time that {count(len(known), 'finished run')} took."
+    return f"It will take about {duration(takes)}{with_workers}, judging by {count(len(known), 'finished run')}."
 
 
 def is_measured(record: Record) -> bool:

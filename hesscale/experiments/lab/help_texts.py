@@ -8,6 +8,7 @@ from typing import Any
 from typer.core import TyperCommand, TyperGroup
 
 NAMES_WIDTH = 22  # longer names of options have a line of their own
+PLAINER = {"<int range>": "<int>", "<list[str]>": "<str>"}  # kinds of values
 
 
 class Command(TyperCommand):
@@ -19,13 +20,16 @@ class Command(TyperCommand):
             record = param.get_help_record(ctx)
             if record is not None:
                 default = "Arguments" if param.param_type_name == "argument" else "Options"
-                groups.setdefault(getattr(param, "rich_help_panel", None) or default, []).append(record)
+                groups.setdefault(getattr(param, "rich_help_panel", None) or default, []).append((plainer(record[0]), record[1]))
         for name, records in groups.items():
             with formatter.section(name):
                 write_list(records, formatter)
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         write_examples(self.epilog, formatter)
+
+    def get_help_option(self, ctx: Any) -> Any:
+        return in_our_words(super().get_help_option(ctx))
 
 
 class Group(TyperGroup):
@@ -45,6 +49,22 @@ class Group(TyperGroup):
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         write_examples(self.epilog, formatter)
 
+    def get_help_option(self, ctx: Any) -> Any:
+        return in_our_words(super().get_help_option(ctx))
+
+
+def plainer(names: str) -> str:
+    for found, better in PLAINER.items():
+        names = names.replace(found, better)
+    return names
+
+
+def in_our_words(help_option: Any) -> Any:
+    """The option ``--help``, described as the other options are: in lower case and without a full stop."""
+    if help_option is not None:
+        help_option.help = "show this message"
+    return help_option
+
 
 def write_list(records: list[tuple[str, str]], formatter: Any) -> None:
     """Names and texts in two columns. Words with hyphens, such as names of optimizers, are not broken."""
@@ -52,12 +72,18 @@ def write_list(records: list[tuple[str, str]], formatter: Any) -> None:
     first = min(max(len(name) for name, _ in records), NAMES_WIDTH) + 2
     for name, text in records:
         room = max(formatter.width - len(indent) - first, 10)
-        lines = textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False) or [""]
+        lines = [line for k, part in enumerate(text.splitlines()) for line in wrapped(part, room, "  " if k else "")] or [""]
         if len(name) + 2 > first:
             formatter.write(f"{indent}{name}\n")
             name = ""
         for k, line in enumerate(lines):
             formatter.write(f"{indent}{'' if k else name:<{first}}{line}".rstrip() + "\n")
+
+
+def wrapped(text: str, room: int, indent: str) -> list[str]:
+    text = text.replace("[default: ", "[default:\N{NO-BREAK SPACE}")
+    lines = textwrap.wrap(text, room, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
 
 
 def write_examples(epilog: str | None, formatter: Any) -> None:

@@ -29,7 +29,7 @@ def lock(directory: Path) -> io.TextIOWrapper:
                 file.seek(0)
                 owner = file.read().strip() or "another process"
                 file.close()
-                raise BusyRun(f"{directory} is being worked on by {owner}") from None
+                raise BusyRun(f"{directory} is in use by {owner}") from None
             time.sleep(0.05)
     file.truncate(0)
     file.write(f"process {os.getpid()}")

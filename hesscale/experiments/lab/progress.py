@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -56,12 +57,11 @@ class Pace:
 
 
 def learned(experiment: Experiment, watched: SweepProgress) -> str:
-    """The last values of the metric that says what is learned, over the runs in progress."""
-    values = sorted(watched.learned.values())
+    """The last value of the metric that says what is learned. Several runs in progress have a median, since some may diverge."""
+    values = [*watched.learned.values()]
     if not values:
         return ""
-    most = f" to {values[-1]:.4g}" if values[-1] > values[0] else ""
-    return f"{experiment.watched.name} {values[0]:.4g}{most}"
+    return f"{'median ' if len(values) > 1 else ''}{experiment.watched.name} {statistics.median(values):.4g}"
 
 
 def progress_lines(console: Console, experiment: Experiment, total: int) -> Callable[[SweepProgress], None]:

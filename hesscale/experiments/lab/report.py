@@ -100,7 +100,7 @@ def report(
     if missing := [name for name in names if name not in requests]:
         raise ValueError(f"{store.root} has no runs of {', '.join(missing)}: run `hesscale {missing[0]}` first")
     if not requests:
-        example = next(iter(sorted(known)), "quality")
+        example = "quality" if "quality" in known else next(iter(sorted(known)), "quality")
         raise ValueError(f"{store.root} has no runs: run an experiment first, such as `hesscale {example}`")
     accounts = []
     for name in names or requests:
@@ -119,11 +119,13 @@ def add_baselines(accounts: Sequence[Account], before: dict[str, dict[str, Any]]
     """Add to each account what an earlier summary has for it. ValueError if writing to the folder would lose part of that."""
     shared = [account for account in accounts if account.name in before]
     if not shared:
-        raise ValueError(f"{beside} is about {', '.join(before)}, not about {', '.join(account.name for account in accounts)}")
+        raise ValueError(f"{beside} shows {', '.join(before)}, not {', '.join(account.name for account in accounts)}")
     shown = {account.name: {item.name for item in account.items if not isinstance(item, Heat)} for account in shared}
     lost = [f"{name}: {item}" for name, found in before.items() for item in found["shown"] if item not in shown.get(name, ())]
     if lost and summary_file(beside).resolve() == (folder / "summary.json").resolve():
-        raise ValueError(f"writing to {folder} would lose what only its summary has: {', '.join(lost)}; use another --out")
+        raise ValueError(
+            f"writing to {folder} would lose results that only its summary has: {', '.join(lost)}; choose another --out"
+        )
     for account in shared:
         if account.items:
             add_baseline(account, before[account.name])

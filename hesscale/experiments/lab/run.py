@@ -120,7 +120,7 @@ class Run:
             saved = load_checkpoint(path)
             self.state, self.rows = saved["state"], saved["rows"]
             if (saved["run"], saved["digest"]) != (self.directory.name, digest(rows[: self.rows]).hexdigest()):
-                raise DamagedRun(f"{path} does not belong to the metrics beside it; remove it to begin this run again")
+                raise DamagedRun(f"{path} does not belong to the metrics beside it; remove it to start this run again")
         rows = rows[: self.rows]
         digest(rows, self.digest)
         with self.database:
@@ -146,7 +146,7 @@ class Run:
         before = read_facts(self.database).get("inputs", inputs)
         if before != inputs:
             raise ValueError(
-                f"{self.directory} was begun with other data of the same name; go on with those, or use other --runs"
+                f"{self.directory} was begun with different data of the same name; use those, or choose other --runs"
             )
         self.note(inputs=inputs)
 
@@ -179,7 +179,7 @@ class Run:
 
     def flush(self) -> None:
         if not is_same_file(self.lock, self.directory / "lock"):
-            raise DamagedRun(f"{self.directory} was removed while its run was being worked on")
+            raise DamagedRun(f"{self.directory} was removed during its run")
         with self.database:
             self.database.executemany("INSERT INTO metrics (step, name, value) VALUES (?, ?, ?)", self.pending)
             write_facts(self.database, self.pending_facts)
@@ -237,7 +237,7 @@ def has_begun(directory: Path) -> bool:
 
 def check_identity(directory: Path, facts: Mapping[str, Any]) -> None:
     if directory.name != key_of(facts["experiment"], facts["task"]) or facts["status"] not in (RUNNING, FINISHED, FAILED):
-        raise DamagedRun(f"{directory / 'run.sqlite'} is of another run; move it away")
+        raise DamagedRun(f"{directory / 'run.sqlite'} belongs to another run; move it away")
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
@@ -246,7 +246,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
         if not isinstance(saved, dict) or saved.keys() != {"run", "state", "rows", "digest"}:
             raise ValueError("it is not a checkpoint of a run")
     except Exception as error:  # torch may raise anything for a damaged file
-        raise DamagedRun(f"{path} cannot be read ({error}); remove it to begin this run again") from None
+        raise DamagedRun(f"{path} cannot be read ({error}); remove it to start this run again") from None
     return saved
 
 

@@ -43,7 +43,7 @@ def connect(directory: Path) -> sqlite3.Connection:
     """The database of a run. DamagedRun if it is not one of ours."""
     path = directory / "run.sqlite"
     if not path.exists():
-        raise DamagedRun(f"{path} is not there; remove the directory to begin this run again")
+        raise DamagedRun(f"{path} is missing; remove the directory to start this run again")
     with reading(path):
         database = sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True, timeout=60)
     try:
@@ -51,9 +51,11 @@ def connect(directory: Path) -> sqlite3.Connection:
             (mark,) = database.execute("PRAGMA application_id").fetchone()
             (version,) = database.execute("PRAGMA user_version").fetchone()
         if mark != MARK:
-            raise DamagedRun(f"{path} is not a database of a run; move it away")
+            raise DamagedRun(f"{path} is not the database of a run; move it away")
         if version != FORMAT:
-            raise DamagedRun(f"{path} has format {version}, and this version reads {FORMAT}; use another directory for runs")
+            raise DamagedRun(
+                f"{path} has format {version}, but this version reads format {FORMAT}; choose another folder with --runs"
+            )
     except DamagedRun:
         database.close()
         raise

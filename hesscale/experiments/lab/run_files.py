@@ -51,14 +51,14 @@ def read_runs(path: Path, task: type) -> list[Result]:
     try:
         content = json.loads(gzip.decompress(path.read_bytes()))
         if content["format"] != FORMAT:
-            raise DamagedRun(f"{path} has format {content['format']}, and this version reads {FORMAT}")
+            raise DamagedRun(f"{path} has format {content['format']}, but this version reads format {FORMAT}")
         return [
             Result(task(**content["settings"], **run["settings"]), run["results"], metrics_of(run["curves"]), {})
             for run in content["runs"]
         ]
     except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
         raise DamagedRun(
-            f"{path} cannot be read as runs of this version: {error!r}; take it from the repository again"
+            f"this version cannot read runs from {path}: {error!r}; check the file out of the repository again"
         ) from error
 
 

@@ -30,14 +30,14 @@ def select(records: Sequence[Record], experiments: Sequence[str], filters: Seque
             name = name.strip().removeprefix("--").replace("-", "_")
             known = {setting for record in records for setting in settings_of(record)}
             if records and name not in known:
-                raise ValueError(f"{text!r}: no run has a setting {name}; there are {', '.join(sorted(known))}")
+                raise ValueError(f"{text!r}: no run has a setting named {name}; the settings are {', '.join(sorted(known))}")
             records = [record for record in records if is_value(settings_of(record).get(name), value.strip())]
         else:
             found = [record for record in records if record.directory.name.startswith(text)]
             if records and not found:
                 raise ValueError(
-                    f"{text!r} is no experiment ({', '.join(experiments)}), no status ({', '.join(STATUSES)}), not of the form "
-                    "setting=value, and no run's id begins with it"
+                    f"{text!r} matches nothing: it is not an experiment ({', '.join(experiments)}), a status "
+                    f"({', '.join(STATUSES)}), setting=value, or the beginning of a run's id"
                 )
             records = found
         if not records:
@@ -166,8 +166,8 @@ def run_of(store: Store, beginning: str, last: bool, files: Sequence[str]) -> Pa
         return found[0].directory
     if not found:
         raise ValueError(
-            f"{beginning} is not a file or folder, and no run with {' or '.join(files)} in {store.root} has an id that begins "
-            "with it; hesscale runs lists the runs"
+            f"{beginning} is neither a file or folder nor the beginning of the id of a run in {store.root} that has "
+            f"{' or '.join(files)}; hesscale runs lists the runs"
         )
     names = ", ".join(record.directory.name for record in found)
     raise ValueError(f"{count(len(found), 'run')} have an id that begins with {beginning}: {names}")

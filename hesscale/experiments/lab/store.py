@@ -125,7 +125,7 @@ class Store:
             rows = read_rows(database)
             packed = database.execute("SELECT name, value FROM results ORDER BY name").fetchall()
             if record.facts.get("digest") != digest([*rows, *packed]).hexdigest():
-                raise DamagedRun(f"{path} does not hold what its run wrote; remove the directory to do this run again")
+                raise DamagedRun(f"{path} is not as its run wrote it; remove the directory to start this run again")
             return Result(task, {name: unpack(value) for name, value in packed}, by_name(rows), record.facts)
 
     def request(self, experiment: str, tasks: list[Task], command: str) -> None:

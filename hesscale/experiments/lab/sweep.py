@@ -82,9 +82,9 @@ def run_tasks(
         watch: called now and then with the progress, and at the end.
     """
     if workers < 0:
-        raise ValueError(f"workers is {workers}; it must not be negative")
+        raise ValueError(f"workers must be 0 or more, not {workers}")
     if together < 1:
-        raise ValueError(f"together is {together}; it must be positive")
+        raise ValueError(f"together must be at least 1, not {together}")
     sweep = Sweep(experiment, store, tasks, data and data.absolute(), command, watch, together)
     try:
         if ray is not None:
@@ -101,7 +101,7 @@ def run_tasks(
                 run_here(sweep)
     except KeyboardInterrupt:
         done = f"{sweep.outcome.finished} of {sweep.total} runs are finished"
-        raise Interrupted(f"stopped; {done}, and the same command goes on with the others from their last checkpoints") from None
+        raise Interrupted(f"Stopped: {done}. The same command resumes the others from their last checkpoints.") from None
     sweep.show([])
     return sweep.outcome
 
@@ -243,7 +243,7 @@ def grid(settings: Settings, over: Mapping[str, Sequence[Any]]) -> list[Settings
     names = [each.name for each in dataclasses.fields(settings)]  # type: ignore[arg-type]
     for name, values in over.items():
         if name not in names:
-            raise ValueError(f"{name} is not a setting; these are: {', '.join(names)}")
+            raise ValueError(f"{name} is not a setting; the settings are {', '.join(names)}")
         if not values:
             raise ValueError(f"{name} has no values to sweep over")
     several = [dict.fromkeys(parse(name, hints[name], value) for value in values) for name, values in over.items()]
@@ -265,4 +265,4 @@ def parse(name: str, kind: type, value: Any) -> Any:
         pass
     if kind is str:
         return text
-    raise ValueError(f"{name} is {text!r}, which is not a value of type {getattr(kind, '__name__', kind)}")
+    raise ValueError(f"{name} must be a value of type {getattr(kind, '__name__', kind)}, not {text!r}")

@@ -81,7 +81,7 @@ class MuJoCo(Environments):
     def step(self, actions: Array, rows: Sequence[int]) -> tuple[Array, Array, Array, Array]:
         expected = (len(rows), self._robot.size)
         if actions.shape != expected:
-            raise ValueError(f"actions have shape {actions.shape}, but for {expected[0]} environments it is {expected}")
+            raise ValueError(f"actions have shape {actions.shape}, but should have {expected} for {expected[0]} environments")
         advance, forces, frames, truncated = self._advance, self._forces, self._frames, []
         targets = self._targets[: len(rows)]
         for k, action, (was, now) in zip(rows, actions.astype(np.float64), targets, strict=True):

@@ -82,7 +82,8 @@ def parts_of(protocol: str) -> frozenset[str]:
     unknown = [change for change in changes if change[1:] not in PARTS]
     if name not in PROTOCOLS or unknown:
         raise ValueError(
-            f"protocol={protocol!r} is not one of {', '.join(PROTOCOLS)}, with + or − and a part of CleanRL's: {', '.join(PARTS)}"
+            f"protocol must be {' or '.join(PROTOCOLS)}, optionally followed by + or - and a part: {', '.join(PARTS)}; "
+            f"it is {protocol!r}"
         )
     added, removed = ({change[1:] for change in changes if change[0] == sign} for sign in "+-")
     return (PROTOCOLS[name] | added) - removed

@@ -94,15 +94,15 @@ def load_policy(path: Path | str) -> Policy:
     if isinstance(saved, dict) and isinstance(saved.get("state"), dict):  # a checkpoint of a run
         saved = saved["state"].get("learning")
     elif isinstance(saved, dict) and saved.get("format") != FORMAT and "format" in saved:
-        raise ValueError(f"{path} is a policy of format {saved['format']!r}; this version of hesscale reads {FORMAT}")
+        raise ValueError(f"{path} has a policy of format {saved['format']!r}, but this version of hesscale reads format {FORMAT}")
     if not isinstance(saved, dict) or not set(PARTS) <= saved.keys():
-        raise ValueError(f"{path} has no policy of hesscale rl in it")
+        raise ValueError(f"{path} does not contain a policy that hesscale rl saved")
     try:
         config = config_of(saved["config"])
         agent = agent_of(saved["agent"])
         mean, variance = (saved["seen"][name].double().numpy() for name in ("mean", "variance"))
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-        raise ValueError(f"{path} has a policy that does not fit ({error})") from None
+        raise ValueError(f"the policy in {path} cannot be read ({error})") from None
     return Policy(config, agent, mean, variance, int(saved["steps"]))
 
 
@@ -110,13 +110,13 @@ def file_of(path: Path) -> Path:
     if path.is_file():
         return path
     if not path.is_dir():
-        raise FileNotFoundError(f"{path} is not there; hesscale runs lists the runs that are")
+        raise FileNotFoundError(f"{path} does not exist; hesscale runs lists the runs")
     for name in ("policy.pt", "checkpoint.pt"):
         if (path / name).is_file():
             return path / name
     below = sorted(found.parent for name in ("policy.pt", "checkpoint.pt") for found in path.glob(f"*/{name}"))
-    hint = f"; name a run in it, such as {below[0]}" if below else "; a run of hesscale rl leaves the first when it ends"
-    raise FileNotFoundError(f"{path} has neither policy.pt nor checkpoint.pt in it{hint}")
+    hint = f"; name a run in it, such as {below[0]}" if below else "; hesscale rl saves policy.pt at the end of a run"
+    raise FileNotFoundError(f"{path} contains neither policy.pt nor checkpoint.pt{hint}")
 
 
 def config_of(found: Mapping[str, Any]) -> Config:
@@ -181,7 +181,7 @@ def make(policy: Policy, render_mode: str | None = None) -> Any:
     outputs = int(actions.n) if is_discrete else math.prod(actions.shape or (0,))
     inputs = next(iter(batch.arrays.values()))[0][0].shape[-1]
     if not fits or inputs != size + policy.sees_time or batch.outputs != outputs:
-        raise ValueError(f"the policy was learned in an environment with other observations or actions than {name} has here")
+        raise ValueError(f"the policy was trained with other observations or actions than those of {name} here")
     return env
 
 
@@ -196,7 +196,7 @@ def play(policy: Policy, env: Any, seed: int, *, deterministic: bool = True, wat
         noise = np.zeros((1, batch.outputs), np.float32) if deterministic else batch.noise(draws, 1)
         (action,), signs = batch.act(policy.see(raw, 1 - length / limit), noise)
         if not np.isfinite(signs).all():
-            raise NonFiniteError(f"the policy's action at step {length} is not finite: it has diverged")
+            raise NonFiniteError(f"the policy's action at step {length} is not finite: the policy has diverged")
         raw, reward, terminated, truncated, _ = env.step(given(env.action_space, action))
         if not math.isfinite(reward):
             raise ValueError(f"{policy.config.env} gave a reward of {reward} at step {length}; rewards must be finite")
@@ -220,7 +220,7 @@ def film(policy: Policy, path: Path | str, episodes: int = 1, seed: int = 0, *, 
     check(episodes, seed)
     path = Path(path)
     if path.suffix != ".mp4":
-        raise ValueError(f"videos are written as .mp4, not as {path.name}")
+        raise ValueError(f"the name of the video must end in .mp4, unlike {path.name}")
     try:
         import imageio_ffmpeg
     except ModuleNotFoundError:
@@ -268,7 +268,7 @@ def picture(env: Any) -> Array:
     except gymnasium.error.DependencyNotInstalled as error:
         raise ModuleNotFoundError(f"to draw {name} takes more than is installed: {error}") from None
     if not isinstance(found, np.ndarray) or found.dtype != np.uint8 or found.ndim != 3 or found.shape[2] != 3:
-        raise ValueError(f"{name} draws no pictures (render_mode='rgb_array'), so there is nothing to film")
+        raise ValueError(f"{name} cannot be filmed, since it does not support render_mode='rgb_array'")
     return np.ascontiguousarray(found)
 
 
@@ -295,4 +295,4 @@ def choose_gl() -> None:
             os.environ["MUJOCO_GL"] = name
             return
         why += f"; {name}: {(tried.stderr.strip().splitlines() or ['it crashed'])[-1]}"
-    raise RuntimeError(f"MuJoCo cannot draw here: no display, no EGL (libegl1) and no OSMesa (libosmesa6) that works{why}")
+    raise RuntimeError(f"MuJoCo cannot render here: neither a display, nor EGL (libegl1), nor OSMesa (libosmesa6) works{why}")

@@ -124,7 +124,10 @@ class Algorithm:
 
     def compare(self, rollout: Rollout, other: Rollout) -> None:
         if not rollout.begins_like(other):
-            warnings.warn(f"a copy of {self.config.env} goes another way: a run that is resumed will too", stacklevel=3)
+            warnings.warn(
+                f"a copy of {self.config.env} does not continue as the original does, so a resumed run will have other numbers",
+                stacklevel=3,
+            )
 
     def keep(self) -> None:
         """Keep the policies of agents that diverged, as they were then."""
@@ -246,7 +249,7 @@ def check_alike(configs: Sequence[Config]) -> None:
     for config in configs[1:]:
         changed = {name: getattr(config, name) for name in OWN}
         if dataclasses.replace(configs[0], **changed) != config:
-            raise ValueError(f"agents that learn together differ in {', '.join(OWN)} alone, not as {configs[0]} and {config}")
+            raise ValueError(f"agents that learn together may differ only in {', '.join(OWN)}, unlike {configs[0]} and {config}")
 
 
 def optimizer_for(agent: Agent, config: Config) -> Optimizer:
@@ -269,7 +272,7 @@ def agent_for(env: VectorEnv, config: Config, *, orthogonal: bool) -> Agent:
     wanted = "categorical" if env.is_discrete else "gaussian"
     if config.policy not in ("auto", wanted):
         kind = "discrete" if env.is_discrete else "continuous"
-        raise ValueError(f"{config.env} has {kind} actions, for which policy={config.policy!r} is none; use {wanted!r} or 'auto'")
+        raise ValueError(f"policy={config.policy!r} does not suit the {kind} actions of {config.env}; use {wanted!r} or 'auto'")
     if env.is_discrete:
         return Categorical(env.inputs, env.outputs, orthogonal=orthogonal, width=config.width)
     shared = "sigma" in config.parts

@@ -50,7 +50,7 @@ def restore(env: gymnasium.Env[Any, Any], saved: dict[str, Any]) -> None:
         TypeError: if the environment is not like the one that was saved.
     """
     if saved.get("format") != FORMAT or saved.get("name") != name_of(env):
-        raise ValueError(f"what was saved is the state of {saved.get('name')}, format {saved.get('format')}, not {name_of(env)}")
+        raise ValueError(f"the saved state belongs to {saved.get('name')} (format {saved.get('format')}), not to {name_of(env)}")
     Restorer(name_of(env)).load(saved["state"], env)
 
 
@@ -208,14 +208,16 @@ class Restorer:
             self.load_object(current, where, *content)
         elif not load_simulation(current, *content):
             raise TypeError(
-                f"{self.name} is not like the one that was saved: {readable(where)} has another model; either it is another "
-                "version of MuJoCo or of the environment, or one that changes its model, which cannot be restored"
+                f"{self.name} differs from the saved environment: {readable(where)} has another model. Either the version of "
+                "MuJoCo or of the environment has changed, or the environment changes its model, which cannot be restored"
             )
 
     def checked(self, current: Any, is_alike: bool, where: str, expected: str) -> Any:
         if not is_alike:
-            found = "also another attribute" if id(current) in self.filled else label(current)
-            raise TypeError(f"{self.name} is not like the one that was saved: {readable(where)} is {found}, was {expected}")
+            found = "the same object as another attribute" if id(current) in self.filled else label(current)
+            raise TypeError(
+                f"{self.name} differs from the saved environment: {readable(where)} was {expected} and is now {found}"
+            )
         return current
 
     def load_object(self, current: Any, where: str, parts: dict[str, Any]) -> None:
@@ -233,7 +235,7 @@ class Restorer:
         state = self.load(saved, None)
         name = state["bit_generator"]
         if name not in BIT_GENERATORS:
-            raise TypeError(f"{name!r} is no bit generator of numpy")
+            raise TypeError(f"{name!r} is not a bit generator of NumPy")
         is_alike = type(current) is np.random.Generator and type(current.bit_generator).__name__ == name
         if not is_alike or id(current) in self.filled:
             current = np.random.Generator(getattr(np.random, name)(0))

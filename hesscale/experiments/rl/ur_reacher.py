@@ -163,7 +163,7 @@ class URReacher(gymnasium.Env[Vector, Vector]):
         height: int = 480,
     ) -> None:
         if not 0 < max_speed <= pi:
-            raise ValueError(f"max_speed is {max_speed}, but a UR5's joints turn at more than 0 and at most π rad/s")
+            raise ValueError(f"max_speed must be more than 0 and at most π rad/s, the limit of a UR5's joints, not {max_speed}")
         for name, value, least in (
             ("action_delay", action_delay, 0),
             ("observation_delay", observation_delay, 0),
@@ -172,9 +172,9 @@ class URReacher(gymnasium.Env[Vector, Vector]):
             ("height", height, 1),
         ):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ValueError(f"{name} is {value!r}, expected a whole number from {least} on")
+                raise ValueError(f"{name} must be a whole number of at least {least}, not {value!r}")
         if render_mode not in (None, *self.metadata["render_modes"]):
-            raise ValueError(f"render_mode is {render_mode!r}, expected None or one of {self.metadata['render_modes']}")
+            raise ValueError(f"render_mode must be None or one of {self.metadata['render_modes']}, not {render_mode!r}")
         self.max_speed, self.substeps = max_speed, substeps
         self.action_delay, self.observation_delay = action_delay, observation_delay
         self.render_mode, self._size = render_mode, (width, height)
@@ -192,7 +192,7 @@ class URReacher(gymnasium.Env[Vector, Vector]):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Vector, dict[str, Any]]:
         super().reset(seed=seed)
         if options:
-            raise ValueError(f"UR-Reacher's reset has no options, but got {sorted(options)}")
+            raise ValueError(f"UR-Reacher's reset takes no options, but got {sorted(options)}")
         self.target = self._draw_target()
         mujoco.mj_resetData(self.model, self.data)
         self.data.qpos[:] = self.data.ctrl[:] = REST
@@ -210,7 +210,7 @@ class URReacher(gymnasium.Env[Vector, Vector]):
     def step(self, action: Any) -> tuple[Vector, float, bool, bool, dict[str, Any]]:
         action = np.asarray(action, dtype=np.float64)
         if action.shape != (2,) or not all(map(isfinite, action.tolist())):
-            raise ValueError(f"an action is two finite velocities, but got {action}")
+            raise ValueError(f"an action must be two finite velocities, not {action}")
         most, held = self.max_speed, 0
         self._action = [min(max(velocity, -most), most) for velocity in action.tolist()]
         for tick in range(TICKS):

@@ -104,11 +104,11 @@ class VectorEnv:
         space, self.actions = first.observation_space, first.action_space
         if not isinstance(space, spaces.Box):
             raise ValueError(
-                f"{name} has observations of {type(space).__name__}, which no network here takes; a Box is what it needs "
-                "(gymnasium.wrappers.FlattenObservation makes one)"
+                f"{name} has observations of {type(space).__name__}, but the networks here need a Box; "
+                "gymnasium.wrappers.FlattenObservation can make one"
             )
         if not isinstance(self.actions, (spaces.Box, spaces.Discrete)):
-            raise ValueError(f"{name} has actions of {type(self.actions).__name__}; there are policies for Box and Discrete")
+            raise ValueError(f"{name} has actions of {type(self.actions).__name__}, but policies exist for Box and Discrete only")
         count, size = len(seeds), math.prod(space.shape)
         self.inputs = size + time_feature
         self.limit = (first.spec.max_episode_steps if first.spec else None) or DEFAULT_LENGTH
@@ -273,7 +273,7 @@ def check_name(name: str) -> None:
         return
     by_lower = {other.lower(): other for other in known}
     close = [by_lower[found] for found in difflib.get_close_matches(name.lower(), by_lower, n=4, cutoff=0.6)]
-    hint = f"; close to it: {', '.join(close)}" if close else "; gymnasium.pprint_registry() lists those that are there"
+    hint = f"; similar names are {', '.join(close)}" if close else "; gymnasium.pprint_registry() lists all environments"
     raise ValueError(f"no environment is called {name!r}{hint}")
 
 

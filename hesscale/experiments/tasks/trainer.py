@@ -145,7 +145,7 @@ class Training:
 
     def __init__(self, task: Task, splits: Splits) -> None:
         if task.batch > splits.train.count:
-            raise ValueError(f"a batch of {task.batch} cannot be had from {splits.train.count} examples")
+            raise ValueError(f"a batch of {task.batch} is larger than the {splits.train.count} training examples")
         self.task, self.splits, self.device = task, splits, torch.device(task.device)
         self.model = PROBLEMS[task.problem].network(splits.classes, task.seed).to(self.device)
         self.optimizer: Any = self.make_optimizer()

@@ -60,7 +60,7 @@ class Members:
         backend: str = "inductor",
     ) -> None:
         if batch > len(images.train.labels):
-            raise ValueError(f"a batch of {batch} cannot be had from {len(images.train.labels)} images")
+            raise ValueError(f"a batch of {batch} is larger than the {len(images.train.labels)} training images")
         self.models, self.optimizers, self.images = models, optimizers, images
         self.batch, self.precision = batch, precision
         self.device = images.train.images.device

@@ -32,7 +32,7 @@ def run_together(tasks: Sequence[Task], runs: Sequence[Run], data: Path | None) 
     Tasks that were interrupted after different epochs train separately.
     """
     if len({group_key(task) for task in tasks}) > 1:
-        raise ValueError("networks can only train together if their tasks differ in nothing but step size and seed")
+        raise ValueError("networks can train together only if nothing but their step sizes and seeds differs")
     epochs = [run.state["epoch"] if run.state else 0 for run in runs]
     values: dict[int, Mapping[str, Any]] = {}
     problem, device = PROBLEMS[tasks[0].problem], torch.device(tasks[0].device)
