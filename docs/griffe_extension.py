@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import re
 from typing import Any
 
@@ -25,8 +26,16 @@ class HesscaleExtension(griffe.Extension):
             for base in [cls, *cls.mro()]:
                 if isinstance(init := base.members.get("__init__"), griffe.Function):
                     found = {**{p.name: p for p in init.parameters if p.kind not in VARIADIC}, **found}
+            for parameter in found.values():
+                if str(parameter.default).isupper():
+                    parameter.default = value_of(str(parameter.default), cls)
             in_order = sorted(found.values(), key=lambda p: p.kind is griffe.ParameterKind.keyword_only)
             cls.set_member("__init__", griffe.Function("__init__", parameters=griffe.Parameters(*in_order)))
+
+
+def value_of(constant: str, cls: griffe.Class) -> str:
+    """The value of a constant of the class's module, such as (1.0, 3.0) for SAFE_GRAFT."""
+    return repr(getattr(importlib.import_module(cls.path.rpartition(".")[0]), constant))
 
 
 def reference(name: str, obj: griffe.Object) -> str:
