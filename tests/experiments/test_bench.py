@@ -500,14 +500,14 @@ def test_targets_are_judged_by_the_record():
             ]
         )
     }
-    assert found["CPU, mlp-64, eager, AdaHesScale / the same Adam"].reached is False
+    assert found["CPU, mlp-64, eager, AdaHesScale / Adam in the same mode"].reached is False
     assert found["CPU, mlp-64, compiled, AdaHesScale / eager Adam"].reached is False
-    assert found["CPU, mlp-64, compiled, AdaHesScale / the same Adam"].reached is True
+    assert found["CPU, mlp-64, compiled, AdaHesScale / Adam in the same mode"].reached is True
     gauss_newton = found["CPU, mlp-64, eager, AdaHesScaleGN / AdaHesScale"]
     assert gauss_newton.reached is True
-    assert "1.10 to Adam meets the paper's 1.25" in gauss_newton.measured
-    assert found["CPU, 3c3d, eager, AdaHesScale / the same Adam"] == targets.TargetResult(
-        "CPU, 3c3d, eager, AdaHesScale / the same Adam", "≤ 1.70", "not measured", None
+    assert "1.10 times Adam's time, within the paper's 1.25" in gauss_newton.measured
+    assert found["CPU, 3c3d, eager, AdaHesScale / Adam in the same mode"] == targets.TargetResult(
+        "CPU, 3c3d, eager, AdaHesScale / Adam in the same mode", "≤ 1.70", "not measured", None
     )
     assert next(v for text, v in found.items() if "ensemble" in text).reached is True
 
@@ -563,7 +563,7 @@ class TestGaussNewton:
         rows = [measured("adahesscale", "eager", 1), measured("adahesscale-gn", "eager", 1.003)]
         found = self.judge(record_with(rows))
         assert found.reached is False
-        assert found.measured.startswith("1.003 (1.003–1.003); 1.00 to Adam meets")
+        assert found.measured.startswith("1.003 (1.003–1.003); 1.00 times Adam's time, within")
 
 
 def test_what_is_printed_is_on_the_side_of_the_limit_that_was_judged():
@@ -592,10 +592,10 @@ def swept(sizes, above=0.0):
 def test_a_slope_needs_four_sizes():
     few, enough, steep = swept((1, 2, 4)), swept((1, 2, 4, 8)), swept((1, 2, 4, 8), 0.0502)
     found, _ = targets.check_sweep("layers", [few])
-    assert (found.measured, found.reached) == ("0.000, that is Adam's +0.000; 3 sizes, 4 are needed", None)
+    assert (found.measured, found.reached) == ("0.000, 0.000 above Adam's; 3 sizes, 4 are needed", None)
     assert targets.check_sweep("layers", [few, enough])[0].reached is True
     found, _ = targets.check_sweep("layers", [enough, steep, swept(())])
-    assert (found.measured, found.reached) == ("0.050, that is Adam's +0.0502", False)
+    assert (found.measured, found.reached) == ("0.050, 0.0502 above Adam's", False)
 
 
 def test_too_few_rounds_are_not_judged():

@@ -66,7 +66,12 @@ def readme(found: Sequence[tuple[Path, Record]], page: Path) -> str:
     for path, record in found:
         link = Path(os.path.relpath(path, page.parent)).as_posix()
         files = f"[Record]({link}), [figure]({link.removesuffix('.json')}.png).\n"
-        parts.append(f"### {title(record)}\n\n" + section(record).replace("\n### ", "\n#### ") + "\n" + files)
+        parts.append(
+            f"### {title(record)}{'' if record['sweep'] else f' ({path.stem})'}\n\n"
+            + section(record).replace("\n### ", "\n#### ")
+            + "\n"
+            + files
+        )
     return "\n".join(parts)
 
 

@@ -13,8 +13,8 @@ from .targets import TargetResult, spread
 from .workloads import CUDA, SWEEPS
 
 LIBRARIES_OWN = 2**28  # bytes on a GPU: below this, workspaces that libraries allocate at first use outweigh a step
-BACKWARD = "backward pass to Adam's"
-HEADER = ("method", "mode", "ms a step", "to Adam, same mode", "to eager Adam", "peak memory to Adam")
+BACKWARD = "backward pass, ratio to Adam's"
+HEADER = ("method", "mode", "ms a step", "ratio to Adam, same mode", "ratio to eager Adam", "peak memory, ratio to Adam")
 
 
 def tables(record: Record) -> list[Table]:
@@ -55,7 +55,7 @@ def slopes_table(record: Record) -> Table:
 def sweep_table(record: Record) -> Table:
     """Milliseconds at every size, and the slope of the fit; the caption lists what is missing."""
     found = sweep_of(record)
-    ends = ("to Adam at the last", "slope", "slope − Adam's")
+    ends = ("ratio to Adam at the last size", "slope", "slope − Adam's")
     header = [f"ms a step ({SWEEPS[found.kind]})", "mode", *map(str, found.rows), *ends]
     rows: list[Sequence[str]] = []
     notes: list[str] = []
@@ -72,7 +72,7 @@ def sweep_table(record: Record) -> Table:
 def targets_table(found: Sequence[TargetResult]) -> Table:
     reached = {True: "yes", False: "**no**", None: "–"}
     rows: list[Sequence[str]] = [[result.text, result.target, result.measured, reached[result.reached]] for result in found]
-    return Table("targets", "Targets", ("work", "target", "measured", "reached"), rows)
+    return Table("targets", "Targets", ("measurement", "target", "measured", "met"), rows)
 
 
 def figure(record: Record) -> Plot:

@@ -30,9 +30,9 @@ class Target:
 
 
 QUANTITIES = {
-    "ratio": "the same Adam",
+    "ratio": "Adam in the same mode",
     "ratio_to_eager_adam": "eager Adam",
-    "memory_ratio": "the same Adam, peak memory",
+    "memory_ratio": "Adam in the same mode, peak memory",
     "backward_ratio": "loss.backward(), the backward pass alone",
 }
 TARGETS = [
@@ -101,8 +101,8 @@ def check_gauss_newton(target: Target, records: Sequence[Record]) -> TargetResul
             measured = spread(value, decimals(value["median"], 1, least=3)) + caveat
             if gn.get("ratio") and not caveats(gn, rows.get((BASELINE, target.mode))):
                 middle = gn["ratio"]["median"]
-                meets = "meets" if middle <= PAPER_GN else "does not meet"
-                measured += f"; {middle:.{decimals(middle, PAPER_GN)}f} to Adam {meets} the paper's {PAPER_GN}"
+                where = "within" if middle <= PAPER_GN else "above"
+                measured += f"; {middle:.{decimals(middle, PAPER_GN)}f} times Adam's time, {where} the paper's {PAPER_GN}"
             return TargetResult(text, "≤ 1.00", measured + later(failed), None if caveat else value["median"] <= 1)
         failed = failed or gn.get("error", "") or full.get("error", "")
     return TargetResult(text, "≤ 1.00", not_measured(failed), None)
@@ -138,8 +138,8 @@ def check_sweep(kind: str, records: Sequence[Record]) -> list[TargetResult]:
                 found.append(TargetResult(text, target, NOT_MEASURED, None))
                 continue
             caveat = too_few(rounds) + ("" if slope.sizes >= SIZES else f"; {slope.sizes} sizes, {SIZES} are needed")
-            above = f"{slope.above_adam:+.{decimals(slope.above_adam, SLOPE_MARGIN, least=3)}f}"
-            value = f"{slope.slope:.3f}, that is Adam's {above}{caveat}"
+            difference = f"{abs(slope.above_adam):.{decimals(slope.above_adam, SLOPE_MARGIN, least=3)}f}"
+            value = f"{slope.slope:.3f}, {difference} {'below' if slope.above_adam < 0 else 'above'} Adam's{caveat}"
             found.append(TargetResult(text, target, value, None if caveat else slope.above_adam <= SLOPE_MARGIN))
     return found
 
