@@ -18,14 +18,20 @@ def page() -> str:
         "# Operators",
         "",
         "This page lists every autograd node that has a curvature rule, with the maths of the rule. `make docs` writes it from",
-        "`hesscale.operators()`. `print(loss.grad_fn)` shows which node an operator makes, and `hesscale.explain(loss)` shows the nodes",
-        "of a whole loss. [The recursion](recursion.md) explains the letters.",
+        "`hesscale.operators()`. `print(loss.grad_fn)` shows which node an operator makes, and `hesscale.explain(loss)` shows",
+        "the nodes of a whole loss. [The recursion](recursion.md) explains the letters.",
     ]
     for family, members in groupby(sorted(operators, key=lambda operator: operator.family), key=lambda operator: operator.family):
         lines += ["", f"## [{family.replace('_', ' ')}](../hesscale/rules/{family}.py)", "", "| node | rule |", "| --- | --- |"]
         lines += [f"| `{operator.name}` | {cell(operator.summary)} |" for operator in members]
     if REFUSED:
-        lines += ["", "## Nodes that are refused by name", "", "| the node's name contains | why, and what to do |", "| --- | --- |"]
+        lines += [
+            "",
+            "## Nodes that are refused by name",
+            "",
+            "| the node's name contains | why, and what to do |",
+            "| --- | --- |",
+        ]
         lines += [f"| `{name}` | {cell(reason)} |" for name, reason in sorted(REFUSED.items())]
     return "\n".join(lines) + "\n"
 

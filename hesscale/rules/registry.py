@@ -102,7 +102,7 @@ class Final(str):
 
 KERNEL = (
     "this attention kernel has no curvature rule, and PyTorch cannot differentiate it twice. Call "
-    "F.scaled_dot_product_attention in its place, under torch.nn.attention.sdpa_kernel(SDPBackend.MATH) if it has to; build a "
+    "F.scaled_dot_product_attention instead, if necessary under torch.nn.attention.sdpa_kernel(SDPBackend.MATH); build a "
     "Hugging Face model with attn_implementation='eager'"
 )
 REFUSED: dict[str, str] = {

@@ -157,7 +157,7 @@ def test_averages_stand_beside_the_published_ones():
         measured("outputs", 16, {"adam": 1, "adahesscale": 1.0, "exact-h": 4.0}),
     ]
     (section,) = EXPERIMENT.sections(points)
-    assert "a processor, 1 thread, torch 2.0" in section.text
+    assert "a processor, 1 thread, with torch 2.0" in section.text
     items, two_of_three = items_of(section), "6.00 (2 of 3 sizes)"
     assert items["averages"].rows == [
         ["Adam (torch)", "1.00", "1.00", "1.00", "1.00 – 1.00", "–", "1.00"],
@@ -185,7 +185,7 @@ def test_findings_are_averages_of_steady_measurements():
     (section,) = EXPERIMENT.sections(points)
     (finding,) = section.findings  # the quartiles of AdaHessian are 0.65 and 1.15
     assert finding.text == (
-        "An update of AdaHesScale takes 2.50 times as long as Adam's, on average over 2 networks (2.00 to 3.00); the paper has 2."
+        "An update of AdaHesScale takes 2.50 times as long as Adam's, on average over 2 networks (2.00 to 3.00). The paper has 2."
     )
     assert finding.figure == "layers-ratio"
 

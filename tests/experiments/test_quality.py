@@ -430,7 +430,7 @@ def test_findings_have_the_numbers_of_the_tables():
     (section,) = figures.sections([made_up(SMALL)])
     first, draws, bl89, last = [finding.text for finding in section.findings]
     assert first.startswith("On digits, HesScale has the smallest error of all methods in 4 of 4 networks: 12 % of the norm")
-    assert draws == "The error of AdaHessian is 167 times that of HesScale with one draw, and 83.3 times with 50 draws."
+    assert draws == "With one draw, AdaHessian has 167 times the error of HesScale. With 50 draws, it has 83.3 times the error."
     assert bl89 == "BL89, whose diagonal at the outputs is not exact, has 8.33 times the error of HesScale."
     assert last == "In the last layer, HesScale and HesScaleGN are exact."
     assert {finding.figure for finding in section.findings} == {"digits-relative"}

@@ -596,7 +596,7 @@ def test_findings_compare_optimizers_that_have_two_seeds():
     assert best.text.startswith(expected)
     assert "within 2 standard errors" not in best.text
     assert best.figure == "test-accuracy-epochs"
-    assert speed.text == "Images per second, relative to Adam: AdaHesScale 1.00."
+    assert speed.text == "Images per second relative to Adam: AdaHesScale 1.00."
     close = [trained("adahesscale", 0.1, seed, test=0.82) for seed in (0, 1)]
     assert row_of([*adam, *close])[1].findings[0].text.endswith("The difference is within 2 standard errors.")
     assert "highest" not in "".join(finding.text for finding in row_of([adam[0], other[0]])[1].findings)
@@ -663,11 +663,11 @@ def test_how_steps_ran_is_said_where_it_was_not_the_same():
     fast.values["mode"] = slow.values["mode"] = "compiled"
     (row, _), section = row_of([fast, slow])
     assert "steps" not in row
-    assert "(cpu, float32; how steps ran: compiled)" in section.text
+    assert "(cpu, float32; steps ran in this mode: compiled)" in section.text
     slow.values["mode"] = "traced"
     rows, section = row_of([fast, slow])
     assert [row["steps"] for row in rows] == ["compiled", "traced"]
-    assert "(cpu, float32; how steps ran: compiled, traced)" in section.text
+    assert "(cpu, float32; steps ran in this mode: compiled, traced)" in section.text
 
 
 def test_speed_is_compared_among_as_many_networks():

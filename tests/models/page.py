@@ -34,8 +34,8 @@ Row = tuple[str, ...]  # model, runs, gradients, diagonals, nodes, cost, rules
 
 TOP = """# Models
 
-This page shows what `hesscale.backward(loss)` does with unchanged models of other libraries: {models} models of {libraries} libraries, each
-in a small configuration with random parameters.
+This page shows what `hesscale.backward(loss)` does with unchanged models of other libraries: {models} models of {libraries}
+libraries, each in a small configuration with random parameters.
 
 {runs} run and {raises} raise an error. The diagonals of {compared} were compared with an independent implementation, and are
 equal. `make models` writes this page (torch {torch}, CPU, one thread). `make test-all` checks every column except the costs.

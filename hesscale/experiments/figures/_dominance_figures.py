@@ -55,16 +55,16 @@ def section(name: str, task: Any, blocks: list[Result]) -> Section:
         ).sum(0)
         accuracies.append(f"{torch.cat([block.values[f'accuracy_{when}'] for block in blocks]).mean():.3f} {when} training")
     text = (
-        "The paper finds the Hessians of the loss at pre-activations diagonally dominant, before and after training, and "
-        "explains by it why little is lost when only their diagonals are propagated. ρ is the norm of a matrix's diagonal over "
-        f"that of the matrix.\n\n{setting}. Mean test accuracy: {', '.join(accuracies)}.\n\n"
-        "ρ is averaged over networks. The authors' code averages |H| over networks and takes ρ of that, which is what to compare "
-        "with the paper's values."
+        "The paper finds that the Hessians of the loss at pre-activations are diagonally dominant, before and after training. "
+        "This explains why propagating only their diagonals loses little. ρ is the norm of a matrix's diagonal divided by the "
+        f"norm of the matrix.\n\n{setting}. Mean test accuracy: {', '.join(accuracies)}.\n\n"
+        "ρ is averaged over networks. The authors' code averages |H| over networks and computes ρ of the average. Compare that "
+        "value with the paper's."
     )
     zero = sum(int(ratio.isnan().sum()) for ratio in ratios.values())
     if zero:
         text += (
-            f"\n\n{zero} times all Hessians of a layer were zero, for want of an active unit, and are left out of the means of ρ."
+            f"\n\nIn {zero} cases, all Hessians of a layer were zero, since no unit was active. The means of ρ leave them out."
         )
     items: list[Plot | Heat | Table] = [
         table(name, title, setting, ratios, magnitudes),
@@ -162,12 +162,13 @@ def appendix_e() -> Section:
         ratio = rho(weights.mT @ (hessian.unsqueeze(1) * weights)).mean()
         rows.append([case, f"{ratio:.3f}", f"{one:.3g}", f"{mean:.3g}", f"{one / math.sqrt(len(weights)):.3g}"])
     text = (
-        "J is the sum of the squares off the diagonal of WᵀHW, where H is diagonal and held fixed. The paper names two cases "
-        "in which ∇J, its gradient in W, is zero: W diagonal; and, on average, H = αI with W Gaussian. The second does not make "
-        f"WᵀHW diagonal: with a square W, ρ is near √((n + 2) / (2n + 1)), here {math.sqrt((WIDTH + 2) / (2 * WIDTH + 1)):.3f}. "
-        "Nor does it need H = αI: ∇J is odd in W, so that any law of W that is symmetric about zero does."
+        "J is the sum of the squared off-diagonal entries of WᵀHW, where H is diagonal and fixed. ∇J is the gradient of J with "
+        "respect to W. The paper names two cases in which ∇J is zero: if W is diagonal, and, on average, if W is Gaussian and "
+        "H = αI. The second case does not make WᵀHW diagonal: for a square W, ρ is near √((n + 2) / (2n + 1)), which is "
+        f"{math.sqrt((WIDTH + 2) / (2 * WIDTH + 1)):.3f} here. It does not need H = αI either: ∇J is odd in W, so every "
+        "distribution of W that is symmetric about zero gives a mean of zero."
     )
-    header = ["case", "ρ(WᵀHW)", "∇J", f"mean ∇J of {RANDOM_MATRICES} W", "that of independent ∇J with mean zero"]
+    header = ["case", "ρ(WᵀHW)", "size of ∇J", f"size of the mean ∇J of {RANDOM_MATRICES} W", "expected size if the mean is zero"]
     caption = (
         f"{WIDTH} × {WIDTH} matrices; W has standard normal entries, α = 0.5. Sizes of ∇J are root mean squares of its elements."
     )

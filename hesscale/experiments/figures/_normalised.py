@@ -16,16 +16,16 @@ from ..rl.config import Config
 RESAMPLES = 2000
 
 RETURNS = (
-    "The return of a run is its mean undiscounted return: that of the episode that a step belongs to, over all steps. A seed "
-    "that diverged, or finished no episode, counts as the worst of all runs in its environment."
+    "The return of a run is its mean undiscounted return over all steps, where each step counts with the return of its episode. "
+    "A seed that diverged, or finished no episode, counts as the worst of all runs in its environment."
 )
 FROM_UNTRAINED = (
-    "Scores are returns normalised for each environment: 0 is the return of untrained agents, and 1 the highest of all "
-    "optimizers' and step sizes' averages over seeds. A score below 0 is worse than not learning."
+    "Scores are returns normalised for each environment: 0 is the return of untrained agents, and 1 is the highest average over "
+    "seeds, of all optimizers and step sizes. A score below 0 is worse than not learning."
 )
 FROM_LOWEST = (
-    "Scores are returns normalised for each environment, to 0 for the lowest and 1 for the highest of all optimizers' and step "
-    "sizes' averages over seeds, as in the paper: averages span [0, 1], and single runs may lie outside."
+    "Scores are returns normalised for each environment, as in the paper: 0 is the lowest and 1 the highest average over seeds, "
+    "of all optimizers and step sizes. Single runs may lie outside."
 )
 
 

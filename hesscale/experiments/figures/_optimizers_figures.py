@@ -144,10 +144,11 @@ def section(comparison: Comparison) -> Section:
     task, runs = comparison.task, [result for method in comparison.methods.values() for result in method.all_runs]
     seeds, modes = len({result.task.seed for result in runs}), sorted({result.values["mode"] for result in runs})
     text = (
-        f"{comparison.problem.title}: {task.steps} steps with batches of {task.batch}, {task.schedule} step sizes, "
-        f"{seeds} seed{'s' * (seeds > 1)}, with the same initial network and batches for every optimizer; on {task.device}, "
-        f"how steps ran: {', '.join(modes)}. Tuned: the step size with the best {comparison.problem.metric} on the validation "
-        f"split at the end. Untuned: the step size {DEFAULT_STEP_SIZE:g}, Adam's default."
+        f"{comparison.problem.title}: {task.steps} steps with batches of {task.batch} and {task.schedule} step sizes, on "
+        f"{task.device} in the mode {', '.join(modes)}. There {'are' if seeds > 1 else 'is'} {seeds} seed{'s' * (seeds > 1)}. "
+        "With the same seed, all optimizers have the same initial network and batches. A tuned optimizer has the step size with "
+        f"the best {comparison.problem.metric} on the validation split at the end. An untuned one has the step size "
+        f"{DEFAULT_STEP_SIZE:g}, Adam's default."
     )
     name = file_name(comparison)
     title = comparison.problem.title + comparison.label.removeprefix(task.problem)

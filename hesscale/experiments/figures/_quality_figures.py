@@ -32,9 +32,9 @@ NORM_OF_GGN = "|diag(G)|"
 CAPTION = "Means over networks ± standard errors."
 ROUNDING = 1e-12  # errors below this share of a layer's norm count as zero
 QUIRKS = (
-    "BL89 and AdaHessian are as the authors' code has them. Its BL89 belongs to another network, initialized and trained apart, "
-    "and is zero in the last layer. Its AdaHessian is |Hz| in place of z∘Hz, and "
-    f"with {DRAWS} draws it is that of one draw divided by {DRAWS}."
+    "BL89 and AdaHessian are computed as in the authors' code. There, BL89 belongs to another network, which is initialized and "
+    "trained separately, and BL89 is zero in the last layer. AdaHessian is |Hz| in place of z∘Hz, and with "
+    f"{DRAWS} draws it is one draw divided by {DRAWS}."
 )
 
 
@@ -87,9 +87,9 @@ def section(found: Findings, differ: list[str]) -> Section:
     pixels = "pixels standardized" if task.standardize else "pixels in [0, 1]"
     text = (
         f"{len(found.errors)} tanh networks {layers}, initialized as nn.Linear is, learn {task.examples} examples of "
-        f"{task.dataset} by SGD, one at a time (step size {task.step_size:g}, {pixels}). At each example, before it is learnt, "
-        "every method's diagonal is compared with the exact one: Σ|estimate − exact| over weights and biases, averaged over the "
-        "examples. |diag(H)| is the error of estimating zero."
+        f"{task.dataset} by SGD, one at a time (step size {task.step_size:g}, {pixels}). Before the step on an example, every "
+        "method's diagonal at that example is compared with the exact one: Σ|estimate − exact| over weights and biases, averaged "
+        "over the examples. |diag(H)| is the error of estimating zero."
     )
     text += f"\n\n{QUIRKS}" if task.quirks == AUTHORS else ""
     title = f"Approximation quality ({', '.join(values)})" if values else "Approximation quality"
@@ -110,12 +110,14 @@ def findings(found: Findings, name: str) -> list[Finding]:
         share = number(100 * (found.error("HesScale") / found.error("|diag(H)|")).mean().item(), 2)
         texts = [
             f"{start}HesScale has the smallest error of all methods in {best} of {networks} networks: {share} % of the norm of "
-            f"the exact diagonal. Next is {nearest}, with {number(means[nearest], 3)} times its error."
+            f"the exact diagonal. The next best is {nearest}, with {number(means[nearest], 3)} times its error."
         ]
     else:
         texts = [f"{start}{nearest} has {number(means[nearest], 3)} times the error of HesScale, which is not the smallest here."]
     one, many = (number(means[f"AdaHessian-MC{draws}"], 3) for draws in (1, DRAWS))
-    texts.append(f"The error of AdaHessian is {one} times that of HesScale with one draw, and {many} times with {DRAWS} draws.")
+    texts.append(
+        f"With one draw, AdaHessian has {one} times the error of HesScale. With {DRAWS} draws, it has {many} times the error."
+    )
     if nearest != "BL89" and (found.relative("BL89") > 1).all():
         texts.append(
             f"BL89, whose diagonal at the outputs is not exact, has {number(means['BL89'], 3)} times the error of HesScale."
@@ -143,7 +145,7 @@ def figure_2a(found: Findings, name: str) -> Plot:
         y_label="error / HesScale's error",
         log_y=True,
         categories=SHOWN,
-        caption="Each dot is a network, and each bar is the mean. Below 1 is better than HesScale.",
+        caption="Each dot is a network, and each bar is the mean. Values below 1 would be better than HesScale.",
     )
 
 
@@ -213,7 +215,11 @@ def claims(found: Findings, name: str) -> Table:
     worst, closest = worst_and_best(found, ggn, ("AdaHessian-MC1", "AdaHessian-MC50"))
     mine = found.from_ggn("HesScaleGN")
     rows = [
-        ("HesScale has the smallest error", best(), f"next is {nearest} with {spread(found.relative(nearest))} times its error"),
+        (
+            "HesScale has the smallest error",
+            best(),
+            f"the next best, {nearest}, has {spread(found.relative(nearest))} times its error",
+        ),
         (
             "HesScale has the smallest error in every layer",
             by_layer.all(0),
@@ -222,12 +228,12 @@ def claims(found: Findings, name: str) -> Table:
         (
             "HesScale and HesScaleGN are exact in the last layer",
             last == 0,
-            f"largest error there {last.max():.2g} of {norm.mean():.2g}",
+            f"the largest error there is {last.max():.2g}, of a norm of {norm.mean():.2g}",
         ),
         (
             "The exact head makes HesScale better than BL89",
             found.relative("BL89") > 1,
-            f"BL89: {spread(found.relative('BL89'))} times",
+            f"BL89 has {spread(found.relative('BL89'))} times the error",
         ),
         (
             "Methods for diag(G) are better than AdaHessian",
@@ -238,7 +244,7 @@ def claims(found: Findings, name: str) -> Table:
             (
                 f"HesScaleGN is closer to diag(G) than {method} is",
                 mine < found.from_ggn(method),
-                f"{spread(mine)} of {NORM_OF_GGN}, {method} {spread(found.from_ggn(method))}",
+                f"distances are {spread(mine)} and {spread(found.from_ggn(method))} of {NORM_OF_GGN}",
             )
             for method in TO_GGN[1:-1]
         ],

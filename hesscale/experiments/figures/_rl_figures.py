@@ -40,7 +40,7 @@ def by_way(results: list[Result]) -> Iterator[tuple[list[Result], str]]:
 def section(results: list[Result], end: str) -> Section:
     """A section; ``end`` is a suffix that keeps the files of several sections apart."""
     task = results[0].task
-    networks = "a network each for mean, variance (or logits) and value" if task.protocol == "paper" else "CleanRL's protocol"
+    networks = "separate networks for mean, variance (or logits) and value" if task.protocol == "paper" else "CleanRL's protocol"
     text = (
         f"{task.algo.upper()} with {networks}; {conditions(results)}. {lengths(results)}. Returns are undiscounted. A seed that "
         "diverged counts as the worst of all runs in its environment."
@@ -67,9 +67,9 @@ def section(results: list[Result], end: str) -> Section:
         findings += best_optimizer(f"{task.algo.upper()} on {env}: ", scores, plots[-1].name)
     header = ["environment", "optimizer", "step size", "mean return", "return at the end", "diverged", "steps/s"]
     caption = (
-        "“Mean return” is the return of the episode that a step belongs to, averaged over all steps of a run. “Return at the "
-        "end” is the mean over the last tenth of the steps, of the seeds that did not diverge. Means and standard errors are "
-        "over seeds. “Steps/s” counts the steps of all agents that learned together. It does not compare optimizers, since "
+        "“Mean return” averages over all steps of a run, where each step counts with the return of its episode. “Return at the "
+        "end” is the mean over the last tenth of the steps, for the seeds that did not diverge. Means and standard errors are "
+        "over seeds. “Steps/s” counts the steps of all agents that learned together. Do not compare optimizers by it, since "
         "machines and their load may differ."
     )
     table = Table(
@@ -115,8 +115,8 @@ def overall(results: list[Result], end: str) -> tuple[list[Table], list[Finding]
     algo = results[0].task.algo
     title = f"{algo.upper()}: {len(known)} environments together"
     caption = (
-        "Interquartile means of the scores, over environments and seeds, with 95 % intervals of a stratified bootstrap. Only "
-        f"seeds and step sizes that all environments have count. {definition(results)}"
+        "Interquartile means of the scores, over environments and seeds, with 95 % intervals of a stratified bootstrap. They "
+        f"include only seeds and step sizes that all environments have. {definition(results)}"
     )
     table = Table(f"overall-{algo}{end}", title, ["optimizer", "step size", "IQM"], rows, caption)
     bests = {method: max(sizes, key=lambda size: sizes[size].iqm) for method, sizes in estimates.items() if sizes}
@@ -146,8 +146,8 @@ def conditions(results: Sequence[Result]) -> str:
     trust = f"Δ = {', '.join(map(compact, radii))} for scaled optimizers, " if radii else ""
     return (
         f"ε = {compact(task.eps)}, {trust}{'½ ' if task.half_value_loss else ''}(v − R)² for "
-        f"the critic, observations and rewards {'normalised' if task.normalize else 'as they are'}, episodes that are cut off "
-        f"{'worth what their last state is' if task.truncation == 'bootstrap' else 'taken for terminated ones'}"
+        f"the critic, observations and rewards {'normalised' if task.normalize else 'not normalised'}, truncated episodes "
+        f"{'bootstrapped with the value of their last state' if task.truncation == 'bootstrap' else 'treated as terminated'}"
     )
 
 
@@ -194,7 +194,7 @@ def plot(env: str, cells: dict[Cell, list[Result]], scores: dict[Cell, Summary],
         label = f"{method.label}, α = {compact(cell[1])}"
         series.append(mean_line(label, points, method.colour, method.is_variant))
     caption = (
-        "Each point averages the episodes since the last one. Lines are means over seeds, bands are standard errors. Each "
+        "Each point averages the episodes since the previous point. Lines are means over seeds, bands are standard errors. Each "
         "optimizer is shown at its best step size."
     )
     return Plot(name, f"Return on {env}", series, "steps", "return", caption=caption, worse="down", kept=beginnings(series))

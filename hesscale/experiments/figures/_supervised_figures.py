@@ -118,22 +118,24 @@ def describe(results: list[Result]) -> str:
     task = results[0].task
     seeds = len({result.task.seed for result in results})
     together = sorted({result.values["together"] for result in results})
-    changes = "shifted, flipped and recoloured" if task.augment else "as they are"
+    changes = "shifted, flipped and changed in colour" if task.augment else "not augmented"
     machines = sorted({str(result.facts.get("machine", {}).get("gpu") or "") for result in results} - {""})
-    where = f"{', '.join(machines) or task.device}, {task.precision}; how steps ran: {', '.join(modes(results))}"
+    where = f"{', '.join(machines) or task.device}, {task.precision}; steps ran in this mode: {', '.join(modes(results))}"
     parts = [
-        f"Task {task.problem}, activation {task.activation}, padding {task.padding}, L2 {task.l2:g}, batches of {task.batch}, "
-        f"{task.epochs} epochs. Images for training are {changes}. There {'are' if seeds > 1 else 'is'} {seeds} "
-        f"seed{'s' * (seeds > 1)}; a seed gives every optimizer the same initial network, batches and images.",
+        f"The task is {task.problem}, with activation {task.activation}, padding {task.padding}, an L2 penalty of {task.l2:g}, "
+        f"batches of {task.batch} and {task.epochs} epochs. Training images are {changes}. There {'are' if seeds > 1 else 'is'} "
+        f"{seeds} seed{'s' * (seeds > 1)}. With the same seed, all optimizers have the same initial network, batches and images.",
         "Each optimizer is shown at the step size with the highest final accuracy on the validation split, where seeds that "
         "diverged count as 0. Means and standard errors are over the seeds that did not diverge. A seed diverged if its loss was "
-        "not finite, or if more than half of the steps of an epoch were left out because gradients were not finite.",
+        "not finite, or if more than half of the steps of an epoch were skipped because gradients were not finite.",
         f"Seconds are those of training, without evaluation, compilation and checkpoints ({where}).",
     ]
     if task.device == "cpu":
-        parts.append("They are seconds of the processor, summed over its cores.")
+        parts.append("They are CPU seconds, summed over cores.")
     if together != [1]:
-        parts.append(f"Networks trained {' or '.join(map(str, together))} at a time, and share the seconds equally.")
+        parts.append(
+            f"{' or '.join(map(str, together))} networks trained together, and each counts an equal share of the seconds."
+        )
     return " ".join(parts)
 
 
@@ -250,7 +252,7 @@ def slower(trained: list[Trained]) -> list[Finding]:
         for found in others
         if comparable_settings(found) == comparable_settings(adam)
     ]
-    return [Finding(f"Images per second, relative to Adam: {listed(paces)}.")] if paces else []
+    return [Finding(f"Images per second relative to Adam: {listed(paces)}.")] if paces else []
 
 
 Columns = dict[str, Callable[[Trained], str]]
@@ -269,7 +271,7 @@ def accuracies(trained: list[Trained], name: str) -> Table:
         notes.append("“Shortened” is the share of steps that a trust region made shorter.")
     if any(values.get("nonfinite_steps") for values in runs):
         columns["left out"] = noted("nonfinite_steps", ".3g")
-        notes.append("“Left out” counts the steps that were left out because gradients or curvature were not finite.")
+        notes.append("“Left out” counts the steps that were skipped because gradients or curvature were not finite.")
     caption = " ".join([*notes, "“Diverged” counts seeds by step size. Accuracies are means over the other seeds."])
     rows: list[Sequence[str]] = [[*row, diverged(found)] for row, found in zip(rows_of(trained, columns), trained, strict=True)]
     return Table(name, "Optimizers at their best step sizes", ["optimizer", *columns, "diverged"], rows, caption)
@@ -293,11 +295,11 @@ def speeds(trained: list[Trained], name: str) -> Table:
     if len(modes(result for found in trained for result in found.runs)) > 1:
         columns["steps"] = lambda found: ", ".join(modes(found.runs))
     caption = (
-        "Images per second are those of all networks that train at once, in the median epoch. They are compared with Adam's "
-        "only if as many networks trained at once, with the same commit on the same kind of machine. “Outside steps” is the "
-        "share of the seconds that making batches takes."
+        "Images per second are those of all networks that train together, in the median epoch. They are compared with Adam's "
+        "only if the same number of networks trained together, with the same commit on the same kind of machine. “Outside "
+        "steps” is the share of the seconds in which batches are made."
     )
-    return Table(name, "How fast they train", ["optimizer", *columns], rows_of(trained, columns), caption)
+    return Table(name, "Speed of training", ["optimizer", *columns], rows_of(trained, columns), caption)
 
 
 def rows_of(trained: list[Trained], columns: Columns) -> list[Sequence[str]]:

@@ -183,11 +183,11 @@ def section(results: list[Result], end: str) -> Section:
     sweeps = [swept(kind, results) for kind in SWEEPS if any(result.task.sweep == kind for result in results)]
     where = f"{here['gpu']}, CUDA" if task.device == CUDA else f"{here['cpu']}, {threads(task.threads)}"
     text = (
-        "The paper finds AdaHessian, AdaHesScale and AdaHesScaleGN at 3, 2 and 1.25 times the cost of Adam on average.\n\n"
-        "An update is the backward pass of gradients and curvature, and the change of the parameters; the forward pass counts in "
-        f"whole steps alone. Batch 1, eager, {where}, torch {here['torch']}. In each of {task.rounds} rounds every method has "
-        f"a block of updates of about {task.block:g} ms, or one update where that takes longer; ratios to Adam are taken "
-        "within a round. The figures show their medians and quartiles."
+        "In the paper, AdaHessian, AdaHesScale and AdaHesScaleGN cost 3, 2 and 1.25 times as much as Adam on average.\n\n"
+        "An update consists of the backward pass of gradients and curvature, and the change of the parameters. Only whole steps "
+        f"include the forward pass. All times are for batch size 1 in eager mode, on {where}, with torch {here['torch']}. In "
+        f"each of {task.rounds} rounds, every method runs a block of updates of about {task.block:g} ms, or one update if that takes "
+        "longer. Ratios to Adam are computed within a round. The figures show their medians and quartiles."
     )
     items: list[Any] = [averages(sweeps, end)]
     for found in sweeps:
@@ -210,7 +210,7 @@ def findings(sweeps: Sequence[Sweep], end: str) -> list[Finding]:
         if len(medians) == sizes > 1 and all(at["q3"] < STEADY * at["q1"] for at in ratios):
             text = (
                 f"An update of {METHODS[name].label} takes {statistics.fmean(medians):.2f} times as long as Adam's, on average "
-                f"over {sizes} networks ({min(medians):.2f} to {max(medians):.2f}); the paper has {published:g}."
+                f"over {sizes} networks ({min(medians):.2f} to {max(medians):.2f}). The paper has {published:g}."
             )
             found.append(Finding(text, f"{sweeps[0].kind}-ratio{end}"))
     return found

@@ -123,12 +123,12 @@ def section(results: list[Result], end: str) -> Section:
     text = (
         f"PPO on {task.env} for {task.steps:,} steps, α = {task.step_size:g}, {conditions(results)}. Returns are undiscounted; "
         f"an episode is 4 s, or 100 steps. Standing still returns −{-STANDING_STILL:g} on average.\n\n"
-        "The paper finds on a real UR5 that the policy learned by Adam deteriorates in many of five runs, after a peak at about "
-        "80,000 steps, and that Scaled Adam's does in none.\n\n"
+        "In the paper, on a real UR5, the policy that Adam learns deteriorates in many of five runs, after a peak at about "
+        "80,000 steps. The policy of Scaled Adam deteriorates in none.\n\n"
         f"Smoothed returns are means over a window of {WINDOW:.0%} of all steps, {WINDOW * task.steps / 100:,.0f} episodes. A "
         "run's peak is the largest of them, its end the last, and its gain the peak minus the return of standing still. It "
-        f"deteriorated if it lost more than {MUCH:.0%} of its gain from peak to end, or diverged. The largest of noisy values is "
-        "never below the last, so that a small drop need not be a loss."
+        f"deteriorated if it lost more than {MUCH:.0%} of its gain from peak to end, or diverged. Noise alone makes the peak "
+        "higher than the end, so a small drop need not be a loss."
     )
     items: list[Plot | Heat | Table] = [
         optimizers_table(runs, end),
@@ -200,8 +200,8 @@ def mean_plot(runs: dict[Method, list[Result]], end: str) -> Plot:
         points = averaged(found, worst)
         series.append(mean_line(method.label, points, method.colour, method.is_variant))
     caption = (
-        "Each point averages the episodes since the last one. Lines are means over runs, bands are standard errors. Runs that "
-        "diverged count as the worst."
+        "Each point averages the episodes since the previous point. Lines are means over runs, bands are standard errors. Runs "
+        "that diverged count as the worst."
     )
     labels = "steps", "return"
     return Plot(f"mean{end}", "Return on UR-Reacher", series, *labels, caption=caption, worse="down", kept=beginnings(series))
