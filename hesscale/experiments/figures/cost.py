@@ -186,8 +186,8 @@ def section(results: list[Result], end: str) -> Section:
         "In the paper, AdaHessian, AdaHesScale and AdaHesScaleGN cost 3, 2 and 1.25 times as much as Adam on average.\n\n"
         "An update consists of the backward pass of gradients and curvature, and the change of the parameters. Only whole steps "
         f"include the forward pass. All times are for batch size 1 in eager mode, on {where}, with torch {here['torch']}. In "
-        f"each of {task.rounds} rounds, every method runs a block of updates of about {task.block:g} ms, or one update if that takes "
-        "longer. Ratios to Adam are computed within a round. The figures show their medians and quartiles."
+        f"each of {task.rounds} rounds, every method runs a block of updates of about {task.block:g} ms, or one update if that "
+        "takes longer. Ratios to Adam are computed within a round. The figures show their medians and quartiles."
     )
     items: list[Any] = [averages(sweeps, end)]
     for found in sweeps:
