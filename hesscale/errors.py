@@ -4,23 +4,23 @@ from __future__ import annotations
 
 
 class UnsupportedOperator(RuntimeError):
-    """A graph node has no curvature rule, or its rule does not cover this use of the operator.
+    """An operator has no curvature rule, or its rule does not cover this use of the operator.
 
     It is raised before any ``.grad`` or ``.hess_diag`` changes.
     """
 
 
 class CurvatureWarning(UserWarning):
-    """The diagonal is what the method defines, but it may not be what you expect: for example, it is not exact at the outputs."""
+    """The diagonal may not be what you expect. For example, it is not exact at the model's outputs."""
 
 
 class NonFiniteError(FloatingPointError):
-    """A gradient or Hessian diagonal is not finite; the optimizer has skipped the step."""
+    """A gradient or Hessian diagonal is not finite, and the optimizer has skipped the step."""
 
 
 class CompileWarning(UserWarning):
-    """A step of :func:`hesscale.compile_step` is correct, but is not fully compiled and so runs slower."""
+    """A step of :func:`hesscale.compile_step` is correct, but it is not fully compiled and so runs more slowly."""
 
 
 class NeedsEagerPass(RuntimeError):
-    """Tracing needs something that only a pass in eager mode, with real numbers, can find out. Run one, then trace again."""
+    """Tracing needs a fact that only a pass in eager mode, with real numbers, can find out. Run one, and then trace again."""

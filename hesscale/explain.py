@@ -20,7 +20,7 @@ from .rules import BL89, COMPLEX, RULES, Rule
 
 
 class Operator(NamedTuple):
-    """One covered operator: its autograd node, the family its rule belongs to, and the rule's maths."""
+    """An operator that has a rule: its autograd node, the family of the rule, and the rule's maths."""
 
     name: str
     family: str
@@ -28,7 +28,7 @@ class Operator(NamedTuple):
 
 
 def operators() -> list[Operator]:
-    """Every operator that has a curvature rule.
+    """Return every operator that has a curvature rule.
 
     Example:
         >>> import hesscale
@@ -43,7 +43,7 @@ def operators() -> list[Operator]:
 
 
 class Row(NamedTuple):
-    """One node of the graph: where it stands, what serves it, and whether its output's diagonal is exact."""
+    """One node of the graph: its part of the graph, its rule, and whether the diagonal at its output is exact."""
 
     operator: str
     shape: tuple[int, ...]
@@ -61,7 +61,7 @@ class Explanation:
     Attributes:
         rows: one per node.
         unsupported: why operators have no rule.
-        products: how many Hessian-vector products through the head make the diagonal at the model's outputs exact.
+        products: the number of Hessian-vector products through the head that make the diagonal at the model's outputs exact.
         is_exact: whether the diagonal at all of the model's outputs is exact.
     """
 
@@ -109,14 +109,15 @@ def explain(
     outputs: Tensor | Sequence[Tensor] | None = None,
     head: str = "auto",
 ) -> Explanation:
-    """What :func:`hesscale.backward` would do with this loss, operator by operator; changes nothing.
+    """Explain what :func:`hesscale.backward` would do with this loss, operator by operator. Nothing changes.
 
-    Says which rule applies, which operators lie between the loss and the model's outputs (the head), whether the diagonal at
-    those outputs is exact by the rules or by double backward, what that costs, and what is unsupported.
+    The explanation has the rule of each operator, and the operators between the loss and the model's outputs (the head). It says
+    whether the diagonal at those outputs is exact by the rules or by double backward, what that costs, and which operators are
+    not supported. ``print`` it for a table.
 
     Args:
-        loss: as in :func:`hesscale.backward`, like the other arguments.
-        model: names the parameters, and groups operators by the modules whose parameters they use.
+        loss: as in :func:`hesscale.backward`, like ``method``, ``outputs`` and ``head``.
+        model: if given, its parameters are named, and operators are grouped by the modules whose parameters they use.
 
     Example:
         >>> import torch, hesscale

@@ -1,4 +1,4 @@
-"""Hessian diagonals of functions, for code in the style of ``torch.func``; and the training of many models at once."""
+"""Hessian diagonals of functions, for code in the style of ``torch.func``, and training of many models at once."""
 
 from __future__ import annotations
 
@@ -47,21 +47,21 @@ def grad_and_hess_diag(
     fallback: str = "error",
     curvature_dtype: torch.dtype | None = None,
 ) -> Callable[..., Any]:
-    """A function that returns the loss ``fn`` computes, its gradients and its Hessian diagonals.
+    """Return a function that computes the loss of ``fn``, its gradients and its Hessian diagonals.
 
-    It maps ``(*args)`` to ``(loss, grads, hess_diags)``. The last two have the structure of the arguments that ``argnums`` names,
-    which may be nested dicts, lists and tuples of tensors. With ``has_aux``, ``fn`` returns ``(loss, aux)``, and the new function
-    returns ``((loss, aux), grads, hess_diags)``. No ``.grad`` changes. The results have no graph, so applying ``torch.func.grad``
-    raises an error. ``torch.func.vmap``, ``functional_call`` and ``torch.compile`` work.
+    The function maps ``(*args)`` to ``(loss, grads, hess_diags)``. Gradients and diagonals have the structure of the arguments
+    that ``argnums`` names, which may be nested dicts, lists and tuples of tensors. With ``has_aux``, ``fn`` returns ``(loss,
+    aux)``, and the new function returns ``((loss, aux), grads, hess_diags)``. No ``.grad`` changes. The results have no graph, so
+    applying ``torch.func.grad`` raises an error. ``torch.func.vmap``, ``functional_call`` and ``torch.compile`` work.
 
-    Under ``vmap`` and ``torch.compile``, ``fn`` is recorded as a graph once for each new set of shapes, and the graph is run, as
-    with ``jax.jit``. Whatever ``fn`` reads besides its arguments is then a constant of the graph. All tensors that it uses must
-    be among its arguments, and it must not read their values, for example in an ``if``. The structure of the loss is found at the
-    first sample. If it does not hold for another sample, the diagonals of that sample are NaN.
+    Under ``vmap`` and ``torch.compile``, ``fn`` is recorded as a graph once for each new set of shapes, as under ``jax.jit``.
+    Values that ``fn`` reads besides its arguments are then constants of the graph. All tensors that it uses must be among its
+    arguments, and it must not read their values, for example in an ``if``. The first sample determines which of the model's
+    outputs interact in the loss. If they interact differently in another sample, the diagonals of that sample are NaN.
 
     Args:
         fn: returns a scalar loss; the model's parameters are among its arguments.
-        argnums: which arguments to differentiate with respect to; parameters that the loss does not depend on get zeros.
+        argnums: the arguments to differentiate with respect to. If the loss does not depend on a parameter, its results are zero.
         has_aux: whether ``fn`` returns a pair of the loss and something else.
         method, head, fallback, curvature_dtype: as in :func:`hesscale.backward`.
 

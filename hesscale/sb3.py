@@ -1,4 +1,4 @@
-"""Algorithms of Stable-Baselines3 with an optimizer of hesscale. Importing this module does not import Stable-Baselines3."""
+"""Algorithms of Stable-Baselines3 with an optimizer of hesscale. This module does not import Stable-Baselines3."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ Algorithm = TypeVar("Algorithm")
 
 
 def with_curvature(algorithm: type[Algorithm], optimizer: type[CurvatureOptimizer], **optimizer_kwargs: Any) -> type[Algorithm]:
-    """The algorithm, a class such as ``stable_baselines3.PPO``, with this optimizer and the Hessian diagonals that it needs.
+    """Return a subclass of an algorithm, such as ``stable_baselines3.PPO``, that trains with this optimizer.
 
-    The result is a subclass. It is used like the algorithm itself, with ``learn``, ``save``, ``load`` and ``set_parameters``.
-    The optimizer trains every network whose optimizer Stable-Baselines3 lets one choose: the policy of PPO, A2C and DQN, the
-    actor and the critic of SAC and TD3. The temperature of SAC stays with torch's Adam. Load agents with this class too: the
-    algorithm itself computes no curvature, and the first step of the optimizer then raises an error.
+    Use it like the algorithm itself, with ``learn``, ``save``, ``load`` and ``set_parameters``. It computes the Hessian diagonals
+    that the optimizer needs. The optimizer trains the policy of PPO, A2C and DQN, and the actor and the critic of SAC and TD3.
+    SAC's temperature is still trained by torch's Adam, since Stable-Baselines3 does not let you choose that optimizer. Load
+    agents with the subclass too: the algorithm itself computes no curvature, so the first step of the optimizer would raise an
+    error.
 
     Args:
         algorithm: a class of Stable-Baselines3, or one that follows its interface.
         optimizer: a class of ``hesscale.optim``.
-        optimizer_kwargs: options of the optimizer, except for ``lr``: the algorithm's ``learning_rate``, which may be a schedule,
-            sets that.
+        optimizer_kwargs: options of the optimizer, except for ``lr``. The algorithm's ``learning_rate`` sets the step size, and
+            may be a schedule.
 
     Example:
         ``PPO = hesscale.sb3.with_curvature(stable_baselines3.PPO, hesscale.AdaHesScale, eps=1e-8)``

@@ -23,7 +23,9 @@ from .propagate import Propagation, accumulate, dense_copy
 
 
 def hess_diags(model: nn.Module) -> dict[str, Tensor | None]:
-    """``p.hess_diag`` of the parameters of a model, by name: None before the first pass, and once an optimizer has used it.
+    """Return ``p.hess_diag`` of every parameter of a model, by name.
+
+    It is None before the first pass, and after an optimizer has used it.
 
     Example:
         >>> import torch, hesscale
@@ -48,28 +50,29 @@ def backward(
     fallback: str = "error",
     curvature_dtype: torch.dtype | None = None,
 ) -> None:
-    """Fill ``p.grad`` and ``p.hess_diag`` of every leaf: ``loss.backward()`` that also computes Hessian diagonals.
+    """Compute gradients and Hessian diagonals, and accumulate them in ``p.grad`` and ``p.hess_diag`` of every leaf.
 
-    Gradients are PyTorch's own, bit for bit. Diagonals follow the recursion of the paper's Eq. 3 and 4, from the exact diagonal
-    at the model's outputs down. Both accumulate. If ``p.grad`` is None when the pass reaches p, ``p.hess_diag`` starts at zero.
-    Before its first pass a parameter has no attribute ``hess_diag``; :func:`hess_diags` has None for it.
+    Gradients are bit for bit those of ``loss.backward()``. Diagonals start with the exact diagonal at the model's outputs and
+    follow the recursion of the paper's Eq. 3 and 4 back to the leaves. If ``p.grad`` is None when the pass reaches p,
+    ``p.hess_diag`` starts from zero. Before its first pass, a parameter has no attribute ``hess_diag``, and :func:`hess_diags`
+    returns None for it.
 
     Args:
         loss: a real scalar with a graph.
-        method: ``"hesscale"``; ``"hesscale_gn"``, which drops the second derivatives of the model (not of the loss); or
-            ``"bl89"``, Becker and LeCun's, which treats softmax as if it were elementwise.
-        outputs: the model's outputs, where the exact treatment of the loss ends. By default, they are what the first matrix
-            product, convolution, embedding or similar operator returns, on each path back from the loss.
+        method: ``"hesscale"``; ``"hesscale_gn"``, which leaves out the second derivatives of the model (but not of the loss); or
+            ``"bl89"``, the method of Becker and LeCun, which treats softmax as if it were elementwise.
+        outputs: the model's outputs, where the exact treatment of the loss ends. By default, they are the results of the first
+            matrix product, convolution, embedding or similar operator on each path back from the loss.
         inputs: fill only these tensors, as in ``Tensor.backward``.
         retain_graph: keep the graph for another pass.
         head: what to do if the rules are not exact between loss and outputs. ``"auto"`` uses double backward unless that would
-            cost much more than a backward pass; ``"exact"`` uses it at any cost up to a limit; ``"rules"`` never uses it.
+            cost much more than a backward pass. ``"exact"`` uses it for up to 1,024 products. ``"rules"`` never uses it.
         fallback: what to do at an operator without a rule: ``"error"``, or ``"exact"`` to differentiate it twice by brute force.
-        curvature_dtype: compute the curvature's matrix products and convolutions in this dtype, ``torch.bfloat16`` for speed;
-            gradients are never touched.
+        curvature_dtype: compute the curvature's matrix products and convolutions in this dtype. ``torch.bfloat16`` saves time.
+            Gradients do not change.
 
     Raises:
-        UnsupportedOperator: before anything has changed.
+        UnsupportedOperator: if an operator has no rule. No ``.grad`` or ``.hess_diag`` has changed then.
 
     Example:
         >>> import torch, hesscale
@@ -135,10 +138,10 @@ def grad(
     curvature_dtype: torch.dtype | None = None,
     allow_unused: bool = False,
 ) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
-    """``(gradients, Hessian diagonals)`` of the loss at ``tensors``, without changing any ``.grad``.
+    """Return ``(gradients, Hessian diagonals)`` of the loss with respect to ``tensors``, without changing any ``.grad``.
 
-    The tensors may be any of the graph, also pre-activations. The options are those of :func:`backward`. If the loss does not
-    depend on a tensor, that raises an error, or gives None with ``allow_unused=True``.
+    The tensors may be any tensors of the graph, including pre-activations. The options are those of :func:`backward`. If the loss
+    does not depend on a tensor, the call raises an error, or with ``allow_unused=True`` returns None for that tensor.
 
     Example:
         >>> import torch, hesscale

@@ -1,4 +1,4 @@
-"""Every curvature diagonal that the paper compares, by name and with one signature: ``estimate(method, loss, params)``.
+"""Every curvature diagonal that the paper compares: ``estimate(method, loss, params)``.
 
 Several estimators need the model's outputs z, with J = ∂z/∂θ and H = ∂²L/∂z². They write the generalized Gauss-Newton diagonal as
 an expectation over vectors a, b at the outputs with E[a bᵀ] = H:
@@ -41,19 +41,20 @@ def estimate(
     generator: torch.Generator | None = None,
     retain_graph: bool = False,
 ) -> tuple[Tensor, ...]:
-    """The diagonal that ``method`` names: for each parameter, a tensor of its shape and dtype. No ``.grad`` changes.
+    """Return the diagonal that ``method`` names: for each parameter, a tensor of its shape and dtype.
 
-    Parameters that the loss does not depend on get zeros.
+    No ``.grad`` changes. If the loss does not depend on a parameter, its diagonal is zero.
 
     Args:
         method: one of :func:`names`.
         loss: a real scalar with a graph.
         params: leaves of that graph.
-        num_samples: how many draws the random methods (``ggn_mc``, ``ggn_mc_per_sample``, ``hutchinson``, ``kfac``) average.
+        num_samples: number of draws that the random methods average. These methods are ``ggn_mc``, ``ggn_mc_per_sample``,
+            ``hutchinson`` and ``kfac``.
         outputs: the model's outputs, for methods that need to know where the model ends and the loss begins. By default, they are
             found as in :func:`hesscale.backward`.
         generator: random number generator of the random methods; None for torch's default generator.
-        retain_graph: keep the graph for another pass; without it the graph may be freed.
+        retain_graph: keep the graph for another pass. Otherwise, it may be freed.
 
     Example:
         >>> import torch
@@ -76,7 +77,7 @@ def estimate(
 
 
 def names() -> tuple[str, ...]:
-    """The names of all methods of :func:`estimate`.
+    """Return the names of all methods of :func:`estimate`.
 
     Example:
         >>> from hesscale.estimators import names

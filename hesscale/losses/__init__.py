@@ -1,12 +1,13 @@
-"""Losses of reinforcement learning whose derivatives at the model's outputs are closed forms (Appendices B and C of the paper).
+"""Losses of reinforcement learning whose derivatives at the model's outputs have closed forms (Appendices B and C of the paper).
 
-A policy's loss is one number per sample, y = φ(l(x)): l is the log-probability of the action, x are the distribution's
-parameters, and φ makes it a policy gradient or PPO's surrogate. So, entry by entry,
+The loss of a policy is one number per sample, y = φ(l(x)). Here l is the log-probability of the action, x are the parameters of
+the distribution, and φ is −A l for a policy gradient, or the surrogate of PPO. So, entry by entry,
 
     ∂y/∂x = φ' ∂l/∂x        ∂²y/∂x² = φ'' (∂l/∂x)² + φ' ∂²l/∂x²
 
-and that is all :func:`hesscale.backward` needs at the outputs: no double backward. To autograd each loss is what it would be if
-written with ``torch.distributions``; it can be differentiated any number of times, and never waits for a device.
+and :func:`hesscale.backward` needs nothing else at the outputs, in particular no double backward. For autograd, each loss is the
+same as if it were written with ``torch.distributions``. It can be differentiated any number of times, and never waits for a
+device.
 """
 
 from __future__ import annotations

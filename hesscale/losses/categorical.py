@@ -50,10 +50,10 @@ class CategoricalEntropy(ClosedForm):
 
 
 def categorical_log_prob(logits: Tensor, actions: Tensor) -> Tensor:
-    """log π(a|s) = log softmax(z)_a of each sample, as ``Categorical(logits=logits).log_prob(actions)``.
+    """Return log π(a|s) = log softmax(z)_a of each sample, as ``Categorical(logits=logits).log_prob(actions)`` does.
 
-    With q = softmax(z) its derivatives by z_k are 1[k = a] − q_k and −(q_k − q_k²) (Appendix B). A loss that is written with
-    these log-probabilities, sample by sample, has an exact diagonal at the logits as well.
+    With q = softmax(z), its derivatives with respect to z_k are 1[k = a] − q_k and −(q_k − q_k²) (Appendix B). If you write a
+    loss as a function of these log-probabilities, sample by sample, its diagonal at the logits is exact as well.
 
     Args:
         logits: (…, K).
@@ -70,7 +70,9 @@ def categorical_log_prob(logits: Tensor, actions: Tensor) -> Tensor:
 
 
 def categorical_policy_gradient(logits: Tensor, actions: Tensor, advantages: Tensor, *, reduction: str = "mean") -> Tensor:
-    """−log π(a|s) A for a categorical policy: its diagonal at the logits is (q − q²) A (Appendix C).
+    """Return the policy gradient loss −log π(a|s) A of a categorical policy.
+
+    Its diagonal at the logits is (q − q²) A (Appendix C).
 
     Args:
         logits, actions: as in :func:`categorical_log_prob`.
@@ -100,9 +102,10 @@ def categorical_ppo(
     clip: float = 0.2,
     reduction: str = "mean",
 ) -> Tensor:
-    """PPO's surrogate −min(r A, clip(r, 1 − ε, 1 + ε) A) for a categorical policy, with r = π(a|s)/π_old(a|s).
+    """Return PPO's surrogate −min(r A, clip(r, 1 − ε, 1 + ε) A) of a categorical policy, with r = π(a|s)/π_old(a|s).
 
-    Where it is not clipped, its diagonal at the logits is −r A ((1[k = a] − q_k)² − q_k + q_k²); where it is, zero.
+    Where it is not clipped, its diagonal at the logits is −r A ((1[k = a] − q_k)² − q_k + q_k²). Where it is clipped, the
+    diagonal is zero.
 
     Args:
         logits, actions: as in :func:`categorical_log_prob`.
@@ -127,9 +130,10 @@ def categorical_ppo(
 
 
 def categorical_entropy(logits: Tensor, *, reduction: str = "mean") -> Tensor:
-    """H = −Σ_k q_k log q_k of each sample, q = softmax(z); subtract it from a loss, times a coefficient, as a bonus.
+    """Return the entropy H = −Σ_k q_k log q_k of each sample, with q = softmax(z).
 
-    Its diagonal at the logits is −q ((1 − 2q)(log q + H) + 1 − q). A logit of −∞ rules an action out.
+    To use it as a bonus, subtract it from a loss, times a coefficient. Its diagonal at the logits is
+    −q ((1 − 2q)(log q + H) + 1 − q). A logit of −∞ excludes an action.
 
     Args:
         logits: (…, K).

@@ -49,22 +49,22 @@ def gaussian_log_prob(
     std: Tensor | None = None,
     log_std: Tensor | None = None,
 ) -> Tensor:
-    """log π(a|s) = Σ_i log N(a_i; μ_i, σ_i) of each sample, as ``Independent(Normal(mean, std), 1).log_prob(actions)``.
+    """Return log π(a|s) = Σ_i log N(a_i; μ_i, σ_i) of each sample, as ``Independent(Normal(mean, std), 1).log_prob`` does.
 
-    With z = (a − μ)/σ the derivatives of log N are
+    With z = (a − μ)/σ, the first and second derivatives of log N are
 
         by μ       z/σ               −1/σ²             (Appendix B)
         by σ²      (z² − 1)/(2σ²)    (½ − z²)/σ⁴       (Appendix B)
         by σ       (z² − 1)/σ        (1 − 3z²)/σ²
         by log σ   z² − 1            −2z²
 
-    A loss that is written with these log-probabilities, sample by sample, has an exact diagonal at the outputs as well.
+    If you write a loss as a function of these log-probabilities, sample by sample, its diagonal at the outputs is exact as well.
 
     Args:
         mean: (…, A).
         actions: (…, A), constants.
-        variance, std, log_std: exactly one of them, of the mean's shape or one that broadcasts to it, like (A,) for a parameter
-            that all states share. Detach it, or the mean, where the loss is to train only the other.
+        variance, std, log_std: exactly one of them. Its shape is that of the mean, or broadcasts to it, such as (A,) for a
+            parameter that all states share. To train only the mean, detach the scale. To train only the scale, detach the mean.
 
     Example:
         >>> import torch
@@ -87,7 +87,9 @@ def gaussian_policy_gradient(
     log_std: Tensor | None = None,
     reduction: str = "mean",
 ) -> Tensor:
-    """−log π(a|s) A for a Gaussian policy; its diagonals are those of the log-probability times −A (Appendix C).
+    """Return the policy gradient loss −log π(a|s) A of a Gaussian policy.
+
+    Its diagonals are those of the log-probability times −A (Appendix C).
 
     Args:
         mean, actions, variance, std, log_std: as in :func:`gaussian_log_prob`.
@@ -122,10 +124,10 @@ def gaussian_ppo(
     clip: float = 0.2,
     reduction: str = "mean",
 ) -> Tensor:
-    """PPO's surrogate −min(r A, clip(r, 1 − ε, 1 + ε) A) for a Gaussian policy, with r = exp(log π(a|s) − log π_old(a|s)).
+    """Return PPO's surrogate −min(r A, clip(r, 1 − ε, 1 + ε) A) of a Gaussian policy, with r = π(a|s)/π_old(a|s).
 
-    Where the surrogate is not clipped, its diagonals are −r A ((∂l/∂x)² + ∂²l/∂x²) with l = log π (Appendix C, which leaves out
-    the sign, 1/p_old and the clip); where it is, they are zero.
+    Where the surrogate is not clipped, its diagonals are −r A ((∂l/∂x)² + ∂²l/∂x²) with l = log π. (Appendix C leaves out the
+    sign, 1/p_old and the clipping.) Where it is clipped, they are zero.
 
     Args:
         mean, actions, variance, std, log_std: as in :func:`gaussian_log_prob`.
@@ -160,9 +162,9 @@ def gaussian_nll(
     log_std: Tensor | None = None,
     reduction: str = "mean",
 ) -> Tensor:
-    """−Σ_i log N(x_i; μ_i, σ_i) of each sample, the negative log-likelihood of Appendix B.
+    """Return −Σ_i log N(x_i; μ_i, σ_i) of each sample, the negative log-likelihood of Appendix B.
 
-    ``F.gaussian_nll_loss`` averages over the entries of a sample too, and by default leaves out ½ log 2π.
+    Unlike this function, ``F.gaussian_nll_loss`` also averages over the entries of a sample, and by default leaves out ½ log 2π.
 
     Args:
         mean, variance, std, log_std: as in :func:`gaussian_log_prob`.
@@ -188,12 +190,13 @@ def gaussian_entropy(
     log_std: Tensor | None = None,
     reduction: str = "mean",
 ) -> Tensor:
-    """Σ_i log σ_i + ½ log 2πe of each sample; subtract it from a loss, times a coefficient, as a bonus.
+    """Return the entropy Σ_i log σ_i + ½ log 2πe of each sample.
 
-    Its second derivatives are −1/(2σ⁴) by σ², −1/σ² by σ and 0 by log σ.
+    To use it as a bonus, subtract it from a loss, times a coefficient. Its second derivatives are −1/(2σ⁴) with respect to σ²,
+    −1/σ² with respect to σ, and 0 with respect to log σ.
 
     Args:
-        variance, std, log_std: exactly one of them, (…, A). One of shape (A,), shared by all states, counts as one sample.
+        variance, std, log_std: exactly one of them, (…, A). A scale of shape (A,), shared by all states, counts as one sample.
         reduction: ``"mean"`` or ``"sum"`` over samples, or ``"none"``.
 
     Example:

@@ -30,9 +30,10 @@ def farther(clip: float, needed: Sequence[bool], values: Tensor, returns: Tensor
 
 
 def value_loss(values: Tensor, returns: Tensor, *, half: bool = False, reduction: str = "mean") -> Tensor:
-    """(v − R)², or ½ (v − R)² with ``half=True``: second derivatives 2 and 1, divided by N where the loss is a mean.
+    """Return (v − R)², or ½ (v − R)² with ``half=True``.
 
-    Appendix C has ones, that is ``half=True, reduction="sum"``.
+    The second derivative is 2, or 1 with ``half=True``. It is divided by N if the loss is a mean. The ones of Appendix C
+    correspond to ``half=True, reduction="sum"``.
 
     Args:
         values, returns: of one shape; returns are constants.
@@ -61,9 +62,9 @@ def clipped_value_loss(
     half: bool = False,
     reduction: str = "mean",
 ) -> Tensor:
-    """PPO's max((v − R)², (v_c − R)²) with v_c = v_old + clip(v − v_old, −ε, ε), times ½ with ``half=True``.
+    """Return PPO's max((v − R)², (v_c − R)²) with v_c = v_old + clip(v − v_old, −ε, ε), times ½ with ``half=True``.
 
-    The second derivative is that of :func:`value_loss`, or 0 where the clipped term is the larger one.
+    The second derivative is that of :func:`value_loss`, or 0 where the clipped term is larger.
 
     Args:
         values, returns, old_values: of one shape; only the first is differentiated.

@@ -1,4 +1,4 @@
-"""Optimizers that use Hessian diagonals, and step-size scaling."""
+"""Optimizers that use Hessian diagonals, and trust regions."""
 
 from __future__ import annotations
 

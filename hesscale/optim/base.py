@@ -34,40 +34,40 @@ class CurvatureOptimizer(DerivativeOptimizer):
     Args:
         params: parameters, or groups of them as dicts.
         lr: the step size α. It may be a tensor, and a scheduler may change it.
-        betas: decay rates β₁ of the averaged gradients and β₂ of the averaged squares.
+        betas: decay rates β₁ of the average of gradients and β₂ of the average of squares.
         eps: ε, added to the root in the denominator.
         weight_decay: λ of an L2 penalty ½λ‖W‖², which adds λW to the gradient and λ to the curvature.
         decoupled_weight_decay: shrink the weights by αλW instead, as in AdamW. Neither the averages nor the trust region include
             this part.
         trust_radius: Δ of the trust region (Algorithm 3); None for none.
-        trust_region: ``"optimizer"`` scales all parameters by one η, as the paper does, ``"group"`` each group by its own.
+        trust_region: ``"optimizer"`` scales all parameters by one η, as in the paper. ``"group"`` scales each group by its own η.
         bias_correction: let the trust region use the bias-corrected average of curvature, as in Algorithm 3.
         curvature_every: k; :meth:`backward` computes curvature at every k-th step and a plain gradient at the others. The others
-            use the last average of curvature; its bias correction counts curvature updates, not steps.
+            use the last average of curvature. The bias correction of this average counts curvature updates, not steps.
         curvature_warmup: k; the first k Hessian diagonals only update the averages, and the weights do not change. Without it, V̂
-            is a single squared diagonal at the first step. Where that is close to zero by chance, the step would be as long as ε
-            allows. Ten are enough.
+            is a single squared diagonal at the first step. Some of its entries are close to zero by chance, and only ε would
+            bound their steps. Ten diagonals are enough.
         damping: δ; adds δ times the mean of √V̂ over the parameter tensor to the denominator. 0 for no damping.
         update_clip: γ; clips the entries of M̂ ⊘ (√V̂ + ε) at ±γ, before the step size is applied. None for no clipping.
-        graft: (a, b); make the update of each parameter tensor at least a times and at most b times as long as Adam's would be
-            with the same step size. (1, 1) is grafting: the curvature sets only the direction. It needs an average of squared
-            gradients, one more tensor per parameter. None for updates of any length.
+        graft: (a, b); makes the update of each parameter tensor at least a times and at most b times as long as Adam's would be
+            with the same step size. With (1, 1), which is known as grafting, the curvature sets only the direction. This option
+            needs an average of squared gradients, one more tensor per parameter. None for updates of any length.
         curvature_dtype: compute the curvature's matrix products and convolutions in this dtype, as in :func:`hesscale.backward`.
-        on_nonfinite: a step with a non-finite gradient or curvature never changes weights or averages. ``"raise"`` also raises
-            :class:`hesscale.NonFiniteError`: at once on a CPU, with the names of the parameters if the optimizer was made from
-            ``model.named_parameters()``; at a later step on CUDA, without waiting for the device.
-            ``"skip"`` only counts it in ``nonfinite_steps``.
+        on_nonfinite: what to do at a step with a non-finite gradient or curvature. Such a step never changes weights or averages.
+            ``"raise"`` raises :class:`hesscale.NonFiniteError`. On a CPU, it does so at once, with the names of the parameters if
+            the optimizer was made from ``model.named_parameters()``. On CUDA, it does so at a later step, to avoid waiting for
+            the device. ``"skip"`` only counts the step in ``nonfinite_steps``.
         maximize: maximize the loss instead of minimizing it.
         foreach: update all parameters in a few calls (the default), or one by one with False.
-        capturable: accepted, but changes nothing: every step can be captured in a CUDA graph. A CUDA graph repeats the captured
-            step, so with ``curvature_every`` capture steps with and without curvature separately. A replay raises no errors:
-            read ``nonfinite_steps`` yourself.
+        capturable: has no effect, since every step can be captured in a CUDA graph. A CUDA graph repeats the captured step, so
+            with ``curvature_every``, capture steps with and without curvature separately. A replay raises no errors. Read
+            ``nonfinite_steps`` yourself.
 
     Attributes:
         eta: η of the last step, one tensor per trust region. For a group without gradients or without a trust radius, it is None,
             or 1 if the step was compiled.
-        counters: counts of steps, as tensors that every step updates in place on the device: ``"nonfinite"`` for non-finite
-            steps, and for trust region i ``"measured i"`` for all its steps and ``"scaled i"`` for those with η < 1.
+        counters: counts of steps, as tensors that every step updates in place on the device. ``"nonfinite"`` counts non-finite
+            steps. For trust region i, ``"measured i"`` counts all steps, and ``"scaled i"`` those with η < 1.
     """
 
     _step_supports_amp_scaling = True
@@ -283,7 +283,7 @@ class CurvatureOptimizer(DerivativeOptimizer):
         return int(self.counters.get("nonfinite", 0))
 
     def without_nonfinite_errors(self) -> AbstractContextManager[None]:
-        """Inside the block, steps with non-finite numbers are skipped and counted, but never raise an error, not even later.
+        """Skip and count steps with non-finite numbers inside the block, without raising an error, not even later.
 
         Example:
             >>> import torch, hesscale

@@ -28,11 +28,12 @@ _local = threading.local()  # .captures: this thread's open blocks, innermost la
 
 @contextmanager
 def capture(*optimizers: CurvatureOptimizer, scaler: torch.amp.GradScaler | None = None, **options: Any) -> Iterator[None]:
-    """Inside the block, every ``loss.backward()`` of this thread also computes the Hessian diagonals that these optimizers need.
+    """Make every ``loss.backward()`` inside the block also compute the Hessian diagonals that these optimizers need.
 
-    Only the parameters of these optimizers receive curvature. Each optimizer uses its own method, and only at steps that need
-    curvature (``curvature_every``). All other backward passes are unchanged. So are passes with gradients, inputs or several
-    losses as arguments, and calls of a ``backward`` that was imported by name from torch.autograd before the block.
+    This holds for the thread that opens the block, and only the parameters of these optimizers receive curvature. Each optimizer
+    uses its own method, and only at steps that need curvature (``curvature_every``). All other backward passes are unchanged.
+    Passes with gradients, inputs or several losses as arguments are unchanged too, and so are calls of a ``backward`` that was
+    imported by name from torch.autograd before the block.
 
     Args:
         optimizers: optimizers of ``hesscale.optim``.

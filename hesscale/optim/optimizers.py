@@ -60,7 +60,7 @@ class BoundedOptimizer(CurvatureOptimizer):
         weight_decay: float = 0.0,
         **options: Any,
     ) -> Self:
-        """Exactly the paper's Algorithm 2, without bounds on the update; with ``trust_radius``, Algorithm 3.
+        """Create the optimizer of the paper's Algorithm 2, without bounds on the update, or of Algorithm 3 with ``trust_radius``.
 
         Example:
             >>> import torch, hesscale
@@ -75,10 +75,11 @@ class BoundedOptimizer(CurvatureOptimizer):
 
 
 class AdaHesScale(BoundedOptimizer):
-    """Adam with the HesScale diagonal in place of the gradient in V (Algorithm 2); with ``trust_radius``, Algorithm 3.
+    """Adam whose V averages squared HesScale diagonals instead of squared gradients (Algorithm 2).
 
-    By default, the update of each parameter tensor is one to three times as long as Adam's would be, and small curvature is
-    damped (``graft=(1, 3), damping=0.03``), so that Adam's step sizes can be used. :meth:`paper` makes one without these bounds.
+    With ``trust_radius``, it is Algorithm 3. By default, the update of each parameter tensor is one to three times as long as
+    Adam's would be, and small curvature is damped (``graft=(1, 3), damping=0.03``). So you can use Adam's step sizes.
+    :meth:`paper` creates the optimizer without these bounds.
 
     Example:
         >>> import torch, hesscale
@@ -96,10 +97,10 @@ class AdaHesScaleGN(BoundedOptimizer):
     """:class:`AdaHesScale` with the Gauss-Newton diagonal, which leaves out the model's second derivatives.
 
     Args:
-        calibrate_every: k; at every k-th step a Monte-Carlo estimate of the exact Gauss-Newton diagonal measures how much of it
+        calibrate_every: k; at every k-th step, a Monte-Carlo estimate of the exact Gauss-Newton diagonal measures how much of it
             HesScaleGN leaves out. The diagonal of each parameter tensor is then multiplied by one number, so that its sum is
-            right on average. It costs two more backward passes at these steps. None for no calibration.
-        generator: where the draws come from; None for torch's default generator.
+            right on average. This costs two more backward passes at these steps. None for no calibration.
+        generator: the random number generator of the draws; None for torch's default generator.
         lr, betas, eps, weight_decay, options: as in :class:`AdaHesScale`.
     """
 
@@ -202,7 +203,7 @@ class BL89(CurvatureOptimizer):
 
 
 class Adam(CurvatureOptimizer):
-    """Adam; with ``trust_radius``, the paper's Scaled Adam, whose trust region uses HesScale diagonals."""
+    """Adam. With ``trust_radius``, it is the paper's Scaled Adam, whose trust region uses HesScale diagonals."""
 
     method = "hesscale"
     squares_gradient = True
@@ -212,8 +213,8 @@ class Sampled(CurvatureOptimizer):
     """Optimizers whose Hessian diagonal is a random estimate.
 
     Args:
-        num_samples: draws per step, whose mean is used.
-        generator: where the draws come from; None for torch's default generator.
+        num_samples: number of draws per step. The diagonal is their mean.
+        generator: the random number generator of the draws; None for torch's default generator.
         lr, betas, eps, weight_decay, options: as in :class:`CurvatureOptimizer`.
     """
 
@@ -261,7 +262,7 @@ class Sampled(CurvatureOptimizer):
 
 
 class AdaHessian(Sampled):
-    """:class:`AdaHesScale` with Hutchinson's estimate z∘Hz of the diagonal in V, as in the paper.
+    """:class:`AdaHesScale` whose V averages squares of Hutchinson's estimate z∘Hz of the diagonal, as in the paper.
 
     Args:
         lr, betas, eps, weight_decay, options: as in :class:`CurvatureOptimizer`.
@@ -293,11 +294,11 @@ class AdaHessian(Sampled):
 
 
 class GGNMC(Sampled):
-    """:class:`AdaHesScale` with a Monte-Carlo estimate of the Gauss-Newton diagonal in V.
+    """:class:`AdaHesScale` whose V averages squares of a Monte-Carlo estimate of the Gauss-Newton diagonal.
 
     Args:
         lr, betas, eps, weight_decay, options: as in :class:`CurvatureOptimizer`.
-        per_sample: square the draw of each sample separately, as the paper does. By default, the draw of the whole batch is
+        per_sample: square the gradient of each sample separately, as in the paper. By default, the gradient of the whole batch is
             squared. That works for every model, but some entries are close to zero by chance.
     """
 
@@ -325,11 +326,11 @@ class GGNMC(Sampled):
 class SophiaG(GGNMC):
     """Sophia-G (Liu, Li, Hall, Liang and Ma 2024), a baseline: W ← W − α clip(M ⊘ max(ρH, ε), ±1).
 
-    H averages the Gauss-Newton-Bartlett estimate of the diagonal, drawn at every tenth step. M and H have no bias correction.
-    ``weight_decay`` is decoupled.
+    H averages the Gauss-Newton-Bartlett estimate of the diagonal, which is drawn at every tenth step. M and H have no bias
+    correction. ``weight_decay`` is decoupled.
 
     Args:
-        rho: ρ, which decides how many entries are clipped.
+        rho: ρ. The smaller it is, the more entries are clipped.
         options: ``num_samples``, ``generator``, ``curvature_dtype``, ``on_nonfinite``, ``maximize`` and ``foreach`` of
             :class:`CurvatureOptimizer`.
 

@@ -1,4 +1,4 @@
-"""Curvature rules, one small function per operator, one file per family."""
+"""Curvature rules: one small function per operator, and one file per family of operators."""
 
 from __future__ import annotations
 

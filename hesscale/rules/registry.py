@@ -30,33 +30,33 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(frozen=True, eq=False)
 class Rule:
-    """A curvature rule and what the head analysis must know about the operator's structure.
+    """A curvature rule, and the facts about the operator's structure that the analysis of the head needs.
 
     Attributes:
         function: ``(node, g, s) -> shares``, one share per entry of ``node.next_functions`` (a bare tensor for one input).
         family: the file of the rule, for tables.
-        summary: its maths in one line.
-        curved: some second derivative within one input is not zero, for all inputs or one by one; the rule is then called even
-            where s is zero.
+        summary: the maths of the rule in one line.
+        curved: some second derivative within one input is not zero. It is one value for all inputs, or one for each. If true,
+            the rule is called even if s is zero.
         joint: one entry of y may depend on entries of two inputs. False for cat, stack, where.
         mixed: some ∂²y/∂x₁∂x₂ is not zero. False for add, True for mul.
         fan_in: one entry of y depends on several entries of one input (sum, softmax).
         separable: each entry of y is a sum of functions of single entries (sum, mse_loss), so ∂²y/∂x_i∂x_j = 0 for i ≠ j.
-        fan_out: one entry of an input reaches several entries of y (expand, softmax).
-        broadcast: inputs are expanded to y's shape, so that a smaller one fans out.
-        contraction: a matrix product or its like, where the head ends.
-        factors: of a product, the names under which a node saves its two factors, which are its last two inputs. If one of them
+        fan_out: one entry of an input affects several entries of y (expand, softmax).
+        broadcast: inputs are expanded to y's shape, so that an entry of a smaller input affects several entries of y.
+        contraction: the operator is a matrix product or similar, where the head ends.
+        factors: for a product, the names under which a node saves its two factors, which are its last two inputs. If one of them
             is a constant, the product belongs to the head.
-        fresh: a share is s itself or a new tensor, never a view of s, so that the engine may write into it; true of every
+        fresh: a share is s itself or a new tensor, never a view of s, so that the engine may write into it. This holds for every
             contraction.
-        many: the node has several differentiable outputs; g and s are then tuples.
-        used_outputs: those of its outputs that may carry gradients; a graph that uses another is refused. None: all.
-        same: the rule for a node that meets one tensor at several of its inputs; it returns that tensor's one share per
-            duplicated edge at its first position and None at the others. None: such a node is refused, unless its inputs do
-            not meet (``joint=False``) or the operator is linear in a way that ``function`` handles.
-        transposed: the rule for a product whose last factor is the transpose of a matrix that nothing else takes, as a Linear's
-            weight is; its last share is that of the matrix.
-        refuse: ``(node) -> reason`` or None, asked during the walk.
+        many: the node has several differentiable outputs. g and s are then tuples.
+        used_outputs: the outputs that may carry gradients. A graph that uses another output is refused. None stands for all.
+        same: the rule for a node that has one tensor at several of its inputs. For each duplicated edge, it returns the share of
+            that tensor at the first position and None at the others. Without such a rule, the node is refused, unless no entry
+            of y depends on two inputs (``joint=False``) or the operator is linear in a way that ``function`` handles.
+        transposed: the rule for a product whose last factor is the transpose of a matrix that no other node uses, such as the
+            weight of a Linear layer. Its last share is that of the matrix.
+        refuse: ``(node) -> reason`` or None, which is called for each node of the graph.
     """
 
     function: RuleFunction
@@ -286,13 +286,13 @@ def summary_of(function: Callable[..., Any]) -> str:
 def register_rule(*names: str, **facts: Any) -> Callable[[F], F]:
     """Register a curvature rule, ``function(node, g, s) -> shares``, for autograd nodes of these names.
 
-    g is the gradient and s the Hessian diagonal at the operator's output; None stands for zero, and neither may be written into.
-    The share of an input is Σ_k s_k (∂y_k/∂x)² + Σ_k g_k ∂²y_k/∂x². Replaces an existing rule of that name. A custom
+    g is the gradient and s the Hessian diagonal at the operator's output. None stands for zero. The rule must not write into g or
+    s. The share of an input is Σ_k s_k (∂y_k/∂x)² + Σ_k g_k ∂²y_k/∂x². An existing rule of the same name is replaced. A custom
     :class:`torch.autograd.Function` may instead define a static method ``hess_diag(ctx, g, s)`` with the same meaning.
 
     Args:
         names: autograd's names, as in ``y.grad_fn.name()``.
-        facts: what is known of the operator's structure, see :class:`hesscale.rules.Rule`. The defaults assume the worst case.
+        facts: facts about the operator's structure, see :class:`hesscale.rules.Rule`. The defaults assume the worst case.
 
     Example:
         >>> import torch, hesscale
