@@ -232,9 +232,11 @@ class CurvatureOptimizer(DerivativeOptimizer):
         return update_quotient(batch)
 
     def warn_if_long(self, batches: list[Batch], quotients: list[Quotient], etas: list[Tensor | None]) -> None:
-        """Warn once if an entry of one of the first steps is far longer than the step size."""
-        is_early = self.uses_curvature and self.param_groups[0]["step_count"] < WATCHED_STEPS
-        if not is_early or self._has_warned_of_length or torch.compiler.is_compiling() or is_capturing():
+        """Warn once if an entry of one of the first steps is far longer than the step size. It waits for a GPU once."""
+        if not self.uses_curvature or self._has_warned_of_length or torch.compiler.is_compiling():
+            return
+        waits = not all(is_on_host(batch.steps[0]) for batch in batches)
+        if self.param_groups[0]["step_count"] >= (1 if waits else WATCHED_STEPS) or (waits and is_capturing()):
             return
         longest = max([longest_entry(*parts) for parts in zip(batches, quotients, etas, strict=True)])
         if longest > LONG_ENTRY:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..distributed.shards import sum_over
-from .scalars import is_nonzero, materialize
+from .scalars import each, is_nonzero, materialize
 
 if TYPE_CHECKING:
     from .batches import Batch
@@ -35,8 +35,8 @@ def damp(batch: Batch, denominators: list[Tensor]) -> None:
     """D ← D + δ mean(D), for D = √V before ε is added."""
     damping = batch.group["damping"]
     if is_nonzero(damping):
-        means = [norm * damping / count for norm, count in zip(norms(batch, denominators, 1), batch.sizes(), strict=True)]
-        torch._foreach_add_(denominators, for_entries(batch, means))
+        damped = each(lambda norm: norm * damping, norms(batch, denominators, 1))
+        torch._foreach_add_(denominators, for_entries(batch, list(torch._foreach_div(damped, batch.sizes()))))
 
 
 def clip_entries(batch: Batch, denominators: list[Tensor], ratios: list[Any]) -> None:
@@ -44,7 +44,7 @@ def clip_entries(batch: Batch, denominators: list[Tensor], ratios: list[Any]) ->
     limit = batch.group["update_clip"]
     if limit is not None:
         least = list(torch._foreach_abs(batch.momenta))
-        torch._foreach_mul_(least, materialize([ratio / limit for ratio in ratios]))
+        torch._foreach_mul_(least, materialize(each(lambda ratio: ratio / limit, ratios)))
         torch._foreach_maximum_(denominators, least)
 
 
@@ -58,8 +58,8 @@ def match_adam(batch: Batch, denominators: list[Tensor], adam: list[Tensor], ada
     targets = norms(batch, list(torch._foreach_div(batch.momenta, adam)), 2)
     torch._foreach_mul_(targets, materialize(adam_ratios))
     relative = list(torch._foreach_div(lengths, targets))
-    excess = [torch.where(length > 0, r / r.clamp(low, high), 1.0) for length, r in zip(lengths, relative, strict=True)]
-    excess = [ratio.nan_to_num_(1.0, torch.inf) for ratio in excess]  # ∞/∞: a length that overflows, and no upper bound
+    excess = each(lambda length, r: torch.where(length > 0, r / r.clamp(low, high), 1.0), lengths, relative)
+    excess = each(lambda ratio: ratio.nan_to_num(1.0, torch.inf), excess)  # ∞/∞: a length that overflows, and no upper bound
     torch._foreach_mul_(denominators, for_entries(batch, excess))
 
 

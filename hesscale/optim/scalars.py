@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,6 +24,14 @@ def is_nonzero(value: Number) -> bool:
 def step_numbers(steps: list[Tensor]) -> list[Any]:
     """t for each step counter: a number on a CPU, the tensor itself elsewhere."""
     return [float(step if step.dim() == 0 else step.tolist()[0]) if is_on_host(step) else step for step in steps]
+
+
+def each(function: Callable[..., Any], *numbers: list[Any]) -> list[Any]:
+    """The function of the numbers at each position. Tensors on a GPU are stacked: one operator then serves all positions."""
+    first = numbers[0][0] if numbers[0] else None
+    if len(numbers[0]) > 1 and isinstance(first, Tensor) and not first.is_cpu and not torch.compiler.is_compiling():
+        return list(function(*[torch.stack(tensors) for tensors in numbers]).unbind())
+    return [function(*at_position) for at_position in zip(*numbers, strict=True)]
 
 
 def materialize(numbers: list[Any]) -> list[Any]:

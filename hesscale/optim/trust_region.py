@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..distributed.shards import sum_over
 from .batches import Batch
-from .scalars import Number, counter, materialize
+from .scalars import Number, counter, each, materialize
 from .update import Quotient, bias_corrections, evaluate
 
 
@@ -73,7 +73,7 @@ def root_of_curvature(batch: Batch) -> list[Tensor]:
     roots = list(torch._foreach_sqrt(batch.curvature_squares))
     if batch.group["bias_correction"]:
         corrections = bias_corrections(batch.group["betas"][1], batch.curvature_steps)
-        torch._foreach_div_(roots, materialize([c**0.5 + (c == 0) for c in corrections]))
+        torch._foreach_div_(roots, materialize(each(lambda c: c**0.5 + (c == 0), corrections)))
     return roots
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from . import bounds
 from .batches import Batch
-from .scalars import Number, is_nonzero, is_on_host, materialize, step_numbers
+from .scalars import Number, each, is_nonzero, is_on_host, materialize, step_numbers
 
 
 class Quotient(NamedTuple):
@@ -124,28 +124,28 @@ def update_quotient(batch: Batch) -> Quotient:
     else:
         squares, steps = batch.curvature_squares, batch.curvature_steps
     denominators, roots = denominators_of(batch, squares, steps, damped=True)
-    firsts = [first + (first == 0) for first in bias_corrections(group["betas"][0], batch.steps)]  # 1 − β₁ᵗ
-    ratios = [root / first for root, first in zip(roots, firsts, strict=True)]
+    firsts = bias_corrections(group["betas"][0], batch.steps)
+    ratios = each(lambda root, first: root / (first + (first == 0)), roots, firsts)
     bounds.clip_entries(batch, denominators, ratios)
     if bounds.needs_adam(group):
         adam, adam_roots = denominators_of(batch, batch.gradient_squares, batch.steps, damped=False)
-        adam_ratios = [adam_root / (root + (root == 0)) for adam_root, root in zip(adam_roots, roots, strict=True)]
+        adam_ratios = each(lambda adam_root, root: adam_root / (root + (root == 0)), adam_roots, roots)
         bounds.match_adam(batch, denominators, adam, adam_ratios)
-    factors = [group["lr"] * ratio for ratio in ratios]
+    factors = each(lambda ratio: group["lr"] * ratio, ratios)
     if batch.curvature_steps and is_nonzero(group["curvature_warmup"]):
         seen = step_numbers(batch.curvature_steps)
-        factors = [factor * (count > group["curvature_warmup"]) for factor, count in zip(factors, seen, strict=True)]
+        factors = each(lambda factor, count: factor * (count > group["curvature_warmup"]), factors, seen)
     return Quotient(denominators, materialize(factors))
 
 
 def denominators_of(batch: Batch, squares: list[Tensor], steps: list[Tensor], *, damped: bool) -> tuple[list[Tensor], list[Any]]:
     """√V + ε√(1 − β₂ᵗ) in new tensors, and √(1 − β₂ᵗ)."""
     eps, beta2 = batch.group["eps"], batch.group["betas"][1]
-    roots = [correction**0.5 for correction in bias_corrections(beta2, steps)]
+    roots = each(lambda correction: correction**0.5, bias_corrections(beta2, steps))
     denominators = list(torch._foreach_sqrt(squares))
     if damped:
         bounds.damp(batch, denominators)
-    torch._foreach_add_(denominators, materialize([eps * root + (root == 0) for root in roots]))
+    torch._foreach_add_(denominators, materialize(each(lambda root: eps * root + (root == 0), roots)))
     if isinstance(eps, Tensor) or eps == 0:  # no step where V is 0
         denominators = [torch.where(d == 0, torch.inf, d) for d in denominators]
     return denominators, roots
@@ -166,7 +166,8 @@ def longest_entry(batch: Batch, quotient: Quotient, eta: Tensor | None) -> float
     lr = float(batch.group["lr"])
     if lr == 0:
         return 0.0
-    longest = max([float(u.abs().max()) for u in evaluate(batch, quotient) if u.numel()], default=0.0)
+    lengths = torch._foreach_norm([u for u in evaluate(batch, quotient) if u.numel()], math.inf)
+    longest = float(torch.stack(list(lengths)).max()) if lengths else 0.0
     return longest * (1.0 if eta is None else float(eta)) / lr
 
 

@@ -1,7 +1,8 @@
 """Attention in one operator: O = P V with P = softmax(S), S = c Q Kᵀ + B.
 
 The shares are those that the recursion gives for the same layer written out: a product, a softmax, dropout, a product. They are
-computed for blocks of rows of P, which are made again from Q and K, so that the whole of P is never in memory.
+computed for blocks of rows of P, which are made again from Q and K, so that the whole of P is never in memory. On a GPU and in
+bfloat16, :mod:`hesscale.rules.kernels.attention` computes them where there is neither a bias nor dropout.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from . import kernels
 from .bilinear import squared
 from .reductions import plus
 from .registry import BL89, Final, Node, Share, chain, needs, rule, saved
@@ -74,17 +76,12 @@ class Attention(NamedTuple):
 
 def read(node: Node, like: Tensor) -> Attention:
     """What the node has saved, in single precision or better; squares in the dtype of ``like``."""
-    q, k, v = (saved(node, name) for name in ("query", "key", "value"))
-    scale = saved(node, "scale")
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    groups = q.shape[1] // max(k.shape[1], 1)
-    if groups > 1:
-        k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+    q, k, v, scale = inputs_of(node)
     shape = (*q.shape[:3], k.shape[2])
     # In the order of their dimensions: products of blocks would copy them otherwise.
     q, k, v = (x.to(torch.promote_types(x.dtype, torch.float32)).contiguous() for x in (q, k, v))
     q = q * scale
-    bias = next((getattr(node, name) for name in ("_saved_attn_mask", "_saved_attn_bias") if hasattr(node, name)), None)
+    bias = bias_of(node)
     return Attention(
         *(q, k, v, saved(node, "output")),
         bias=None if bias is None else bias.expand(shape),
@@ -92,6 +89,20 @@ def read(node: Node, like: Tensor) -> Attention:
         is_causal=saved(node, "is_causal"),
         squares=(squared(q, like), squared(k * scale, like), v * v),
     )
+
+
+def inputs_of(node: Node) -> tuple[Tensor, Tensor, Tensor, float]:
+    """Q, K, V and c, with one head of keys and values for each head of queries."""
+    q, k, v = (saved(node, name) for name in ("query", "key", "value"))
+    scale = saved(node, "scale")
+    groups = q.shape[1] // max(k.shape[1], 1)
+    if groups > 1:
+        k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+    return q, k, v, 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+
+
+def bias_of(node: Node) -> Tensor | None:
+    return next((getattr(node, name) for name in ("_saved_attn_mask", "_saved_attn_bias") if hasattr(node, name)), None)
 
 
 def dropout_factors(node: Node, shape: tuple[int, ...]) -> Tensor:
@@ -176,6 +187,39 @@ def shares_of(node: Node, g: Share, s: Share, score_rule: ScoreRule) -> list[Sha
         return shares
     like = g if s is None else s
     assert like is not None
+    if score_rule is softmax_rule and has_kernels(node, like):
+        shares[:3] = shares_by_kernels(node, g, s)
+    else:
+        shares = shares_by_blocks(node, g, s, like, score_rule)
+    groups = saved(node, "query").shape[1] // max(saved(node, "key").shape[1], 1)
+    if groups > 1:
+        shares[1:3] = [None if x is None else x.unflatten(1, (-1, groups)).sum(2) for x in shares[1:3]]
+    return shares
+
+
+def has_kernels(node: Node, like: Tensor) -> bool:
+    """Whether there are kernels for this node, given a share at its output."""
+    q, v = saved(node, "query"), saved(node, "value")
+    is_plain = bias_of(node) is None and not saved(node, "dropout_p")
+    is_small = q.shape[-1] == v.shape[-1] <= kernels.MAX_HEAD_SIZE
+    return (
+        kernels.HAS_TRITON and q.is_cuda and q.dtype == like.dtype == torch.bfloat16 and is_plain and is_small and q.numel() > 0
+    )
+
+
+def shares_by_kernels(node: Node, g: Share, s: Share) -> list[Share]:
+    """The shares of Q, K and V, without blocks of P in memory."""
+    q, k, v, scale = inputs_of(node)
+    mean = None if g is None else (g.float() * saved(node, "output")).sum(-1).flatten(0, 1)
+    flat = [None if x is None else x.flatten(0, 1).contiguous() for x in (q, k, v, s, g)]
+    found = kernels.attention_shares(*flat, mean, scale, saved(node, "is_causal"))
+    shares = [share.unflatten(0, q.shape[:2]) if needs(node, i) else None for i, share in enumerate(found)]
+    return [*shares[:2], None if s is None else shares[2]]
+
+
+def shares_by_blocks(node: Node, g: Share, s: Share, like: Tensor, score_rule: ScoreRule) -> list[Share]:
+    """The shares of Q, K, V and, where it is an input, B."""
+    shares: list[Share] = [None] * len(node.next_functions)
     given = read(node, like)
     g, s = (None if x is None else x.contiguous() for x in (g, s))
     dtype = torch.promote_types(like.dtype, torch.float32)  # of sums over blocks
@@ -187,11 +231,7 @@ def shares_of(node: Node, g: Share, s: Share, score_rule: ScoreRule) -> list[Sha
         shares[3] = torch.zeros(bias.shape, dtype=dtype, device=bias.device)
     for block in blocks(given):
         add_shares(shares, given, block, None if g is None else g[block], None if s is None else s[block], score_rule)
-    shares = [None if share is None else share.to(like.dtype) for share in shares]
-    groups = given.k.shape[1] // max(saved(node, "key").shape[1], 1)
-    if groups > 1:
-        shares[1:3] = [None if x is None else x.unflatten(1, (-1, groups)).sum(2) for x in shares[1:3]]
-    return shares
+    return [None if share is None else share.to(like.dtype) for share in shares]
 
 
 def add_shares(shares: list[Share], given: Attention, block: Block, g: Share, s: Share, score_rule: ScoreRule) -> None:

@@ -16,6 +16,7 @@ from .reductions import plus
 from .registry import Final, Node, Share, dimension, linear, needs, saved
 
 SUMMAND = "its summand is also one of its factors, which its curvature rule does not cover; write the product and the sum apart"
+ALIGNED_ENTRIES = 8  # in two bytes each
 SPARSE = Final("a sparse factor needs a gradient, and curvature is dense; make it dense, or detach it")
 
 
@@ -184,7 +185,11 @@ def right_share(s: Tensor, left: Tensor, strides: Sequence[int]) -> Tensor:
 def row_share(s: Tensor, right: Tensor) -> Tensor:
     """s_A = s W², for B = Wᵀ"""
     squares, s = operands(right, s)
-    return torch.mm(s, squares.t())
+    columns = s.shape[1] - s.shape[1] % ALIGNED_ENTRIES
+    if columns == s.shape[1] or not s.is_cuda or s.element_size() > 2 or torch.compiler.is_compiling():
+        return torch.mm(s, squares.t())
+    # cuBLAS takes several times as long for sums of another number of terms
+    return torch.mm(s[:, :columns], squares.t()[:columns]).addmm_(s[:, columns:], squares.t()[columns:])
 
 
 def weight_share(s: Tensor, left: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import kernels
 from .parts import by_parts
 from .reductions import plus
 from .registry import Node, Share, chain, dimension, needs, rule, saved
@@ -64,9 +65,30 @@ def shaped(value: Any, *shape: int) -> Any:
     return None if value is None else value.reshape(shape)
 
 
+def has_kernel(node: Node) -> bool:
+    """Whether a kernel takes the place of a rule for norms over the last dimensions."""
+    return kernels.can_replace(saved(node, "input")) and math.prod(saved(node, "normalized_shape")) <= kernels.MAX_NORM_SIZE
+
+
+def shares_by_kernel(node: Node, mean: Share, scale: Tensor, g: Share, s: Share) -> list[Share]:
+    """The shares of input, weight and bias; the mean is None where it is not subtracted."""
+    if g is None and s is None:
+        return [None, None, None]
+    x, shape, weight = saved(node, "input"), saved(node, "normalized_shape"), saved(node, "weight")
+    rows: list[Any] = [None if t is None else t.reshape(-1, math.prod(shape)).contiguous() for t in (x, s, g)]
+    vectors: list[Any] = [
+        None if t is None else t.reshape(-1).contiguous() for t in (scale if mean is None else mean, scale, weight)
+    ]
+    share, to_weight, to_bias = kernels.norm_shares(rows[0], *vectors, *rows[1:], is_centred=mean is not None)
+    of_vectors = [None if s is None else share.reshape(tuple(shape)) for share in (to_weight, to_bias)]
+    return [share.reshape(x.shape), *of_vectors]
+
+
 @rule("NativeLayerNormBackward0", curved=AFFINE, fresh=True)
 def layer_norm(node: Node, g: Share, s: Share) -> list[Share]:
     """over the last dimensions; weight Σ s x̂², bias Σ s"""
+    if has_kernel(node):
+        return shares_by_kernel(node, saved(node, "result1"), saved(node, "result2"), g, s)
     shape, scale, weight = saved(node, "normalized_shape"), saved(node, "result2"), saved(node, "weight")
     operands: tuple[Any, ...] = saved(node, "input"), saved(node, "result1"), scale, g, s
     dims, m = tuple(range(-len(shape), 0)), math.prod(shape)
@@ -88,6 +110,8 @@ def layer_norm(node: Node, g: Share, s: Share) -> list[Share]:
 @rule("FusedRmsNormBackward0", curved=AFFINE[:2], fresh=True)
 def rms_norm(node: Node, g: Share, s: Share) -> list[Share]:
     """over the last dimensions, about zero; not whole, so as to agree with x · rsqrt(mean x² + ε) operator by operator"""
+    if has_kernel(node):
+        return shares_by_kernel(node, None, saved(node, "result1"), g, s)[:2]
     x, shape, weight = saved(node, "input"), saved(node, "normalized_shape"), saved(node, "weight")
     dims, m = tuple(range(-len(shape), 0)), math.prod(shape)
     scale = saved(node, "result1").reshape(*x.shape[: -len(shape)], *[1] * len(shape))

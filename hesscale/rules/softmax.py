@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
+from . import kernels
 from .registry import BL89, Node, Share, chain, dimension, rule, saved
 
 
@@ -31,13 +34,17 @@ def through_softmax(q: Tensor, g: Tensor, dim: int) -> Tensor:
 @rule("LogSoftmaxBackward0")
 def log_softmax(node: Node, g: Share, s: Share) -> Share:
     """q = exp y: s_i (1 − 2 q_i) + q_i² Σ_k s_k − (q_i − q_i²) Σ_k g_k"""
-    q = saved(node, "result").exp()
-    dim = dimension(saved(node, "dim"), q.dim())
+    y = saved(node, "result")
+    dim = dimension(saved(node, "dim"), y.dim())
+    if kernels.can_replace(y) and dim == y.dim() - 1 and not (g is None and s is None):
+        rows: list[Any] = [None if t is None else t.reshape(-1, y.shape[-1]).contiguous() for t in (y, s, g)]
+        return kernels.log_softmax_share(*rows).reshape(y.shape)
+    q = y.exp()
     if g is None:
         return None if s is None else (q * s.sum(dim, keepdim=True)).sub_(s, alpha=2).mul_(q).add_(s)
     slope = g.sum(dim, keepdim=True)
     if s is None:
-        return (q * q).sub_(q).mul_(slope)
+        return q.addcmul_(q, q, value=-1).mul_(-slope)
     return (q * (s.sum(dim, keepdim=True) + slope)).sub_(slope).sub_(s, alpha=2).mul_(q).add_(s)
 
 

@@ -49,6 +49,9 @@ TARGETS = [
     *(Target(CPU, name, EAGER, "adahesscale", 2.50, "backward_ratio") for name in ("vit", "gpt")),
     *(Target(CUDA, name, GRAPH, "adahesscale-every10", 1.08) for name in ("mlp-64", "mlp-4x4096", "3c3d")),
     *(Target(CUDA, "3c3d", mode, "adahesscale", 1.30, "memory_ratio") for mode in (EAGER, GRAPH)),
+    Target(CUDA, "gpt2", EAGER, "adahesscale-gn-bf16", 1.45),
+    Target(CUDA, "gpt2", EAGER, "adahesscale-gn-bf16-every10", 1.06),
+    Target(CUDA, "gpt2", EAGER, "adahesscale-gn-bf16", 1.35, "memory_ratio"),
 ]
 GAUSS_NEWTON = {"adahesscale": "adahesscale-gn", "adahesscale-bf16": "adahesscale-gn-bf16"}  # the second must not cost more
 ENSEMBLE_AT_LEAST = 4.0

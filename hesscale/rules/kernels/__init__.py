@@ -1,0 +1,70 @@
+"""Rules as Triton kernels. They compute on a GPU what rules of PyTorch's operators compute, in fewer passes over its memory.
+
+Where there is no Triton, this module can be imported, but not the others of this folder.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+MAX_HEAD_SIZE = 128  # blocks of rows have to fit on the chip, and so do rows that are normalized
+MAX_NORM_SIZE = 2**14
+
+
+def can_replace(x: Tensor) -> bool:
+    """Whether kernels can take the place of operators on x. A compiler makes such kernels by itself."""
+    return HAS_TRITON and x.is_cuda and x.dtype != torch.float64 and x.numel() > 0 and not torch.compiler.is_compiling()
+
+
+def log_softmax_share(y: Tensor, s: Tensor | None, g: Tensor | None) -> Tensor:
+    """The share of the logits, where each row of y is log_softmax of a row of them."""
+    from .softmax import launch
+
+    return launch(y, s, g)
+
+
+def norm_shares(
+    x: Tensor, mean: Tensor, scale: Tensor, weight: Tensor | None, s: Tensor | None, g: Tensor | None, *, is_centred: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The shares of x, weight and bias, where each row of a matrix is normalized: layer norm if it is centred, else RMS norm."""
+    from .normalization import launch
+
+    return launch(x, mean, scale, weight, s, g, is_centred)
+
+
+# An operator of PyTorch's, so that it can be traced: no compiler makes such kernels of the rule's operators.
+@torch.library.custom_op(
+    "hesscale::attention_shares",
+    mutates_args=(),
+    device_types="cuda",
+    schema="(Tensor q, Tensor k, Tensor v, Tensor? s, Tensor? g, Tensor? mean, float scale, bool is_causal)"
+    " -> (Tensor, Tensor, Tensor)",
+)
+def attention_shares(
+    q: Tensor, k: Tensor, v: Tensor, s: Tensor | None, g: Tensor | None, mean: Tensor | None, scale: float, is_causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The shares of Q, K and V, of shape (batch · heads, length, size) and contiguous. ``mean`` is Σ g O for each row."""
+    from .attention import launch
+
+    return launch(q, k, v, s, g, mean, scale, is_causal)
+
+
+@attention_shares.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+@attention_shares.register_vmap
+def _(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """Members of an ensemble are more heads."""
+    tensors = [
+        x if x is None else (x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1).contiguous()
+        for x, dim in zip(arguments[:6], in_dims, strict=False)
+    ]
+    shares = attention_shares(*tensors, *arguments[6:])
+    return tuple([share.unflatten(0, (info.batch_size, -1)) for share in shares]), (0, 0, 0)
