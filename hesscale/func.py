@@ -126,7 +126,7 @@ class Transform:
         chosen, spec = pytree.tree_flatten([args[place] for place in places])
         for leaf in chosen:
             if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
-                raise TypeError(f"{self.name_of(leaf, args)}; only floating point tensors can be differentiated with respect to")
+                raise TypeError(f"{self.name_of(leaf, args)}; derivatives exist with respect to floating-point tensors only")
         leaves = [leaf.detach().requires_grad_() for leaf in chosen]
         given = list(args)
         for place, value in zip(places, pytree.tree_unflatten(leaves, spec), strict=True):
@@ -151,7 +151,9 @@ class Transform:
         argnums = (self.argnums,) if isinstance(self.argnums, int) else self.argnums
         places = [place + count if place < 0 else place for place in argnums]
         if not places or len(set(places)) < len(places) or not all(0 <= place < count for place in places):
-            raise ValueError(f"argnums={self.argnums} must name different positions among the {count} positional arguments")
+            raise ValueError(
+                f"argnums={self.argnums} must be different indices of the positional arguments, of which there are {count}"
+            )
         return places
 
     def name_of(self, leaf: Any, args: Sequence[Any]) -> str:

@@ -65,7 +65,9 @@ def ensemble(
         torch.Size([4])
     """
     if not models or len(models) != len(optimizers):
-        raise ValueError(f"an ensemble has one optimizer per model, at least one; there are {len(models)} and {len(optimizers)}")
+        raise ValueError(
+            f"an ensemble needs at least one model, and one optimizer per model; it has {len(models)} and {len(optimizers)}"
+        )
     if how not in HOW:
         raise ValueError(f"how={how!r} is not one of {', '.join(map(repr, HOW))}")
     check_backend(backend)

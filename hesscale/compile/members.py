@@ -46,9 +46,9 @@ class Members:
         first, optimizer = self.models[0], self.optimizers[0]
         for k, (model, other) in enumerate(zip(self.models, self.optimizers, strict=True)):
             if architecture(model) != architecture(first):
-                raise ValueError(f"model {k} has another architecture than model 0, or tensors of other types")
+                raise ValueError(f"model {k} differs from model 0 in its architecture or in the types of its tensors")
             if type(other.optimizer) is not type(optimizer.optimizer) or groups_of(other, model) != groups_of(optimizer, first):
-                raise ValueError(f"optimizer {k} is of another kind than optimizer 0, or has other groups of parameters")
+                raise ValueError(f"optimizer {k} differs from optimizer 0 in its class or in its parameter groups")
             options, expected = plain_attributes(other.optimizer), plain_attributes(optimizer.optimizer)
             if differing := sorted(name for name in {**options, **expected} if options.get(name) != expected.get(name)):
                 raise ValueError(f"member {k} has options that differ from member 0's but must not: {', '.join(differing)}")
@@ -120,8 +120,8 @@ class Members:
         for tensor, dim in zip(tensors, self.dims(tensors), strict=True):
             if dim is not None and not (-tensor.dim() <= dim < tensor.dim() and tensor.shape[dim] == len(self.models)):
                 raise ValueError(
-                    f"dimension {dim} of a tensor of shape {tuple(tensor.shape)} should number {len(self.models)} members; "
-                    "pass batch_dims=None for a batch that all share"
+                    f"dimension {dim} of a tensor of shape {tuple(tensor.shape)} must have one entry for each of "
+                    f"{len(self.models)} members; pass batch_dims=None for a batch that all members share"
                 )
 
     def part(self, tensors: Sequence[Tensor], k: int) -> list[Tensor]:

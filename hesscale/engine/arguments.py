@@ -52,7 +52,7 @@ def as_tensors(tensors: Tensor | Sequence[Tensor], name: str) -> tuple[Tensor, .
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must hold tensors, not {type(tensor).__name__}")
         if not tensor.requires_grad:
-            raise ValueError(f"{name} holds a tensor that does not require a gradient")
+            raise ValueError(f"{name} contains a tensor that does not require a gradient")
     return tensors
 
 
@@ -62,5 +62,5 @@ def output_edges(outputs: Tensor | Sequence[Tensor] | None, loss: Tensor, order:
         return None
     ends = {edge_of(tensor) for tensor in as_tensors(outputs, "outputs")}
     if not ends <= {edge for node in order for edge in node.next_functions} | {edge_of(loss)}:
-        raise ValueError("outputs holds a tensor that is not in the graph of the loss")
+        raise ValueError("outputs contains a tensor that is not in the graph of the loss")
     return ends

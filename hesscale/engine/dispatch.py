@@ -65,7 +65,7 @@ def refusal(node: Node, name: str, rule: Rule | None, repeated: bool, used: Coll
         others = [i for i in range(len(node._input_metadata)) if i not in rule.used_outputs and (node, i) in used]
         if others:
             covered = rule.used_outputs[0]
-            return f"{name}: its curvature rule covers output {covered} only, and the loss depends on {others}. {WAY_OUT}"
+            return f"{name}: its curvature rule covers output {covered} only, but the loss also depends on {others}. {WAY_OUT}"
     if rule.refuse is not None and (reason := rule.refuse(node)) is not None:
         return f"{name}: {reason}"
     if repeated and rule.joint and rule.same is None:
@@ -117,7 +117,8 @@ def check_data(leaf: Tensor) -> None:
         raise UnsupportedOperator(f"a parameter has the layout {leaf.layout}. {REFUSED['Sparse']}") from error
     if is_missing and not is_gathered([leaf]):  # fully_shard brings the data back before the pass needs it
         raise UnsupportedOperator(
-            "a parameter has no data, as under FSDP after the forward pass; this kind of FSDP is not supported"
+            "a parameter has no data, as under FullyShardedDataParallel after the forward pass. FullyShardedDataParallel is not "
+            "supported; use fully_shard"
         )
 
 

@@ -27,7 +27,7 @@ def check_constants(of: str, parameter: Tensor, shape: torch.Size, **constants: 
 
 def check_clip(clip: float) -> float:
     if not clip >= 0:
-        raise ValueError(f"clip={clip} must not be negative")
+        raise ValueError(f"clip must not be negative, but is {clip}")
     return clip
 
 

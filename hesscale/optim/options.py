@@ -21,11 +21,11 @@ def check_group(group: dict[str, Any]) -> None:
     """Raise for options that are out of range or not allowed in a group, and for parameters that cannot have curvature."""
     for name in OPTIMIZER_OPTIONS:
         if name in group:
-            raise ValueError(f"{name} holds for the whole optimizer: pass it to the constructor, not in a group")
+            raise ValueError(f"{name} applies to the whole optimizer; pass it to the constructor, not in a group")
     lr, betas, radius = group["lr"], group["betas"], group["trust_radius"]
     is_number = not isinstance(lr, Tensor) or lr.dim() == 0
-    check_range("lr", lr, is_number and 0 <= lr < math.inf, "a number from 0 on, or a tensor without dimensions")
-    check_range("betas", betas, len(betas) == 2 and all(0 <= beta < 1 for beta in betas), "two numbers from 0 to below 1")
+    check_range("lr", lr, is_number and 0 <= lr < math.inf, "a number of at least 0, or a tensor without dimensions")
+    check_range("betas", betas, len(betas) == 2 and all(0 <= beta < 1 for beta in betas), "two numbers of at least 0 and below 1")
     check_range("eps", group["eps"], group["eps"] >= 0, NOT_NEGATIVE)
     check_range("weight_decay", group["weight_decay"], group["weight_decay"] >= 0, NOT_NEGATIVE)
     check_count("curvature_warmup", group["curvature_warmup"], minimum=0)
@@ -51,7 +51,7 @@ def check_bounds(group: dict[str, Any]) -> None:
 def check_count(name: str, value: Any, *, minimum: int) -> None:
     """Refuse anything but a whole number of at least ``minimum``; NumPy's numbers are accepted too."""
     is_number = isinstance(value, Real) and not isinstance(value, bool)
-    check_range(name, value, is_number and value % 1 == 0 and value >= minimum, f"a whole number from {minimum} on")
+    check_range(name, value, is_number and value % 1 == 0 and value >= minimum, f"a whole number of at least {minimum}")
 
 
 def check_range(name: str, value: Any, is_valid: Any, allowed: str) -> None:

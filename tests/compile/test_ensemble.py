@@ -526,8 +526,8 @@ def pair(make_model=(network, network), make=(ada, ada)):
         (lambda p: ada(p, trust_region="group"), "trust_region"),
         (lambda p: ada(p, curvature_every=2), "curvature_every"),
         (lambda p: ada(p, curvature_dtype=torch.bfloat16), "curvature_dtype"),
-        (hesscale.AdaHesScaleGN, "optimizer 1 is of another kind"),
-        (lambda p: ada([{"params": [q]} for q in p]), "groups of parameters"),
+        (hesscale.AdaHesScaleGN, "optimizer 1 differs from optimizer 0 in its class"),
+        (lambda p: ada([{"params": [q]} for q in p]), "parameter groups"),
     ],
 )
 def test_optimizers_that_are_not_alike(other, saying):
@@ -552,7 +552,7 @@ def test_options_that_cannot_differ(options, is_first):
 def test_models_that_are_not_alike():
     wider = nn.Sequential(nn.Linear(4, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 3))
     models, optimizers = pair((network, lambda: wider))
-    with pytest.raises(ValueError, match="model 1 has another architecture"):
+    with pytest.raises(ValueError, match="model 1 differs from model 0 in its architecture"):
         ensemble(models, loss_fn, optimizers)
     models, optimizers = pair((network, lambda: network().float()))
     with pytest.raises(ValueError, match="model 1"):
@@ -595,7 +595,7 @@ DIFFERENCES = {
     "hook": (lambda m, _: m[2].register_forward_hook(lambda *_: None), r"differs.*\['2'\]\._forward_hooks"),
     "option": (lambda _, o: setattr(o, "curvature_dtype", torch.float32), "options that differ.*curvature_dtype"),
     "frozen": (lambda m, _: m[0].weight.requires_grad_(False), r"differs.*\['weight'\]' requires_grad"),
-    "groups": (lambda _, o: swap_groups(o), "optimizer 2 .* has other groups of parameters"),
+    "groups": (lambda _, o: swap_groups(o), "optimizer 2 .* in its parameter groups"),
     "steps": (lambda _, o: o.param_groups[0].update(step_count=7), "member 2 has made 7 steps and member 0 4"),
 }
 
@@ -642,7 +642,9 @@ def test_one_model_twice():
 def test_wrong_batches():
     models, optimizers = pair()
     step = ensemble(models, loss_fn, optimizers, backend="traced")
-    with pytest.raises(ValueError, match=r"dimension 0 of a tensor of shape \(3, 8, 4\) should number 2 members"):
+    with pytest.raises(
+        ValueError, match=r"dimension 0 of a tensor of shape \(3, 8, 4\) must have one entry for each of 2 members"
+    ):
         step(*data(1, 3)[0])
     with pytest.raises(TypeError, match="ndarray"):
         step(data(1, 2)[0][0].numpy(), data(1, 2)[0][1])

@@ -108,7 +108,7 @@ class TestAlone:
 
     @pytest.mark.parametrize("argnums", [2, -3, (0, 0), (0, -2), ()])
     def test_argnums_that_name_nothing_or_one_twice(self, argnums):
-        with pytest.raises(ValueError, match="must name different positions among the 2 positional arguments"):
+        with pytest.raises(ValueError, match="must be different indices of the positional arguments, of which there are 2"):
             grad_and_hess_diag(lambda a, b: (a * b).sum(), argnums)(torch.ones(2), torch.ones(2))
 
     def test_has_aux(self):

@@ -564,7 +564,10 @@ ERRORS: dict[str, tuple[Callable[[], Tensor], str]] = {
         lambda: losses.categorical_policy_gradient(LOGITS, CLASSES, ADVANTAGES.clone().requires_grad_()),
         r"advantages requires a gradient, .* Pass advantages.detach\(\)",
     ),
-    "clip": (lambda: losses.categorical_ppo(LOGITS, CLASSES, ADVANTAGES, OLD_CLASS, clip=-0.1), "clip=-0.1 must not be negative"),
+    "clip": (
+        lambda: losses.categorical_ppo(LOGITS, CLASSES, ADVANTAGES, OLD_CLASS, clip=-0.1),
+        "clip must not be negative, but is -0.1",
+    ),
     "reduction": (
         lambda: losses.categorical_entropy(LOGITS, reduction="max"),
         "reduction='max' is not one of 'mean', 'sum', 'none'",

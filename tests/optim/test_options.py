@@ -52,7 +52,7 @@ def test_counts_may_be_numpys():
 def test_options_of_the_whole_optimizer_are_no_groups(name):
     first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     optimizer = hesscale.AdaHessian([first])
-    with pytest.raises(ValueError, match=f"{name} holds for the whole optimizer"):
+    with pytest.raises(ValueError, match=f"{name} applies to the whole optimizer"):
         optimizer.add_param_group({"params": [second], name: None})
     assert len(optimizer.param_groups) == 1
     optimizer.add_param_group({"params": [second], "name": "mine"})
