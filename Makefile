@@ -12,36 +12,36 @@ PYTEST := $(BIN)/python -m pytest -n 2 --cov --cov-report=term
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' Makefile
 
-run: $(VENV)/.rl ## in three minutes: how good the diagonals are, how networks and agents learn with them, and a page with all
+run: $(VENV)/.rl ## run three small experiments in about three minutes, and write a page about them
 	@$(BIN)/hesscale demo
 
-test: lint site ## lint, type check, documentation site, tests, coverage
+test: lint site ## run all checks: lint, types, documentation site, tests, coverage
 	$(PYTEST)
 
-test-all: lint site $(VENV)/.integrations ## the same with the slow tests, and with the libraries of the extra integrations
+test-all: lint site $(VENV)/.integrations ## run all checks, the slow tests, and the tests with other libraries
 	$(PYTEST) -m ""
 
-lint: $(VENV)/.dev ## ruff, mypy and the import contracts alone
+lint: $(VENV)/.dev ## run only ruff, mypy and the import contracts
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy --strict
 	$(BIN)/lint-imports
 
-format: $(VENV)/.dev ## let ruff format the code and fix what it can
+format: $(VENV)/.dev ## format the code and fix what ruff can fix
 	$(BIN)/python -m ruff check --fix .
 	$(BIN)/python -m ruff format .
 
-docs: $(VENV)/.experiments ## write docs/operators.md anew from the rules
+docs: $(VENV)/.experiments ## update docs/operators.md from the rules
 	$(BIN)/python docs/generate.py
 
-site: $(VENV)/.docs ## build the documentation site into site/; warnings, such as broken links, are errors
+site: $(VENV)/.docs ## build the documentation site in site/; warnings, such as broken links, are errors
 	NO_MKDOCS_2_WARNING=1 PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m mkdocs build --strict --quiet
 
-models: $(VENV)/.dev $(VENV)/.integrations ## write docs/models.md anew: what happens to other people's models, in ten minutes
+models: $(VENV)/.dev $(VENV)/.integrations ## update docs/models.md with models of other libraries, in ten minutes
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -W ignore tests/models/page.py
 
 dist: export PYTHONPATH = # what is tried is the wheel
-dist: | $(BIN)/python ## build a wheel and an sdist, check them, and try the wheel in an empty environment
+dist: | $(BIN)/python ## build a wheel and an sdist, check them, and test the wheel in an empty environment
 	@rm -rf dist build
 	$(INSTALL) build setuptools twine
 	$(BIN)/python -m build --no-isolation
@@ -76,16 +76,16 @@ $(VENV)/.torch: | $(BIN)/python
 	@$(BIN)/python -c 'import torch' 2>/dev/null || { \
 		echo "installing torch $(TORCH) into $(VENV)"; \
 		{ ! command -v nvidia-smi >/dev/null && $(INSTALL) --verbose "torch==$(TORCH)+cpu" 2>/dev/null; } || { \
-			echo "by pip's settings; on Linux with an x86-64 processor, PyPI's has CUDA, several gigabytes"; \
+			echo "this is torch's default build; on Linux it includes CUDA (several gigabytes)"; \
 			$(INSTALL) --verbose torch; \
 		}; \
 	}
 	@touch $@
 
 $(BIN)/python:
-	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: install Python 3.10 or newer, or name one: make PYTHON=…" >&2; exit 1; }
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: install Python 3.10 or newer, or set its path: make PYTHON=…" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
-		{ echo "$$($(PYTHON) --version) is too old: name a Python 3.10 or newer with make PYTHON=…" >&2; exit 1; }
+		{ echo "$$($(PYTHON) --version) is too old: set the path of Python 3.10 or newer with make PYTHON=…" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
 		{ echo "$(PYTHON) comes without venv: install it (Debian and Ubuntu: the package python3-venv)" >&2; exit 1; }
 	@$(PYTHON) -m venv $(VENV)

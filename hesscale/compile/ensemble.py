@@ -30,28 +30,28 @@ def ensemble(
     cuda_graph: bool = True,
     **options: Any,
 ) -> Ensemble:
-    """A function ``step(*batch) -> losses`` that trains all models by one step each, in one compiled graph.
+    """Return a function ``step(*batch) -> losses`` that trains all models by one step each, in one compiled graph.
 
-    Member k ends up as if :func:`hesscale.compile_step` had trained ``models[k]`` with ``optimizers[k]`` alone, except for random
-    numbers such as dropout's. Members have the same architecture and the same class of optimizer. Numbers among their options
-    (step size, trust radius, betas …) may differ between members, and change later. The models stay usable. With
-    ``how="vmap"``, their parameters, buffers and optimizer state become views of tensors that hold those of all members.
+    Each member learns what :func:`hesscale.compile_step` would teach ``models[k]`` with ``optimizers[k]`` alone, except for
+    random numbers such as those of dropout. Members have the same architecture and the same class of optimizer. Options that are
+    numbers (step size, trust radius, betas …) may differ between members, and may change later. You can still use the models.
+    With ``how="vmap"``, their parameters, buffers and optimizer state become views of tensors that contain those of all members.
 
-    TorchDynamo guards what the models and ``loss_fn`` read, as for one model. If all members change alike, the step is compiled
-    again. If members begin to differ in anything but numbers, the step raises a ValueError.
+    TorchDynamo guards the values that the models and ``loss_fn`` read, as for one model. If all members change in the same way,
+    the step is compiled again. If members begin to differ in anything but numbers, the step raises a ValueError.
 
-    A member whose gradients or curvature are not finite skips that step, whatever its ``on_nonfinite`` says; its
-    ``nonfinite_steps`` counts it. The others go on.
+    If the gradients or curvature of a member are not finite, that member skips the step, whatever its ``on_nonfinite`` says, and
+    its ``nonfinite_steps`` counts the step. The other members are not affected.
 
     Args:
         models: one per member.
         loss_fn: ``loss_fn(model, *batch) -> loss``, as for one model.
         optimizers: one per member.
-        batch_dims: the dimension of the batch's tensors that indexes the members, or None if all members share a tensor. One
-            value for all tensors, or a sequence with one for each.
-        how: ``"vmap"`` runs one graph whose tensors have a dimension for the members: fastest for small networks, whose kernels
-            take longer to launch than to run. ``"abreast"`` runs the graph of one member for each of them, on a GPU in parallel:
-            for convolutions, which vmap makes slow. On a CPU a member is then bit for bit what it would be alone.
+        batch_dims: the dimension of the batch's tensors that indexes the members, or None if all members share a tensor. It is
+            one value for all tensors, or a sequence with one value for each.
+        how: ``"vmap"`` runs one graph whose tensors have a dimension for the members. It is fastest for small networks, whose
+            kernels take longer to launch than to run. ``"abreast"`` runs the graph of each member, in parallel on a GPU. Use it
+            for convolutions, which vmap makes slow. On a CPU, each member is then bit for bit the same as alone.
         backend, cuda_graph, options: as in :func:`hesscale.compile_step`.
 
     Example:
@@ -80,7 +80,7 @@ HOW: dict[str, type[EnsembleProgram]] = {"vmap": StackedProgram, "abreast": Sepa
 
 
 class Ensemble(CapturedStep):
-    """A training step of many models; see :func:`ensemble`. It has the attributes and methods of a compiled step."""
+    """A training step of many models, which :func:`ensemble` returns. It has the attributes and methods of a compiled step."""
 
     def __init__(self, members: Members, loss_fn: Callable[..., Tensor], kind: type[EnsembleProgram], training: Training) -> None:
         super().__init__(loss_fn, training)

@@ -37,21 +37,22 @@ def compile_step(
     cuda_graph: bool = True,
     **options: Any,
 ) -> CompiledStep:
-    """A function ``step(*batch) -> loss`` that trains ``model`` by one step of ``optimizer``, compiled as a whole.
+    """Return a compiled function ``step(*batch) -> loss`` that trains ``model`` by one step of ``optimizer``.
 
-    It changes the model's own parameters and buffers and the optimizer's own state in place; schedulers, ``state_dict`` and
-    evaluation work as usual. Gradients do not pass through ``.grad``, which is None afterwards.
+    The function changes the parameters and buffers of the model, and the state of the optimizer, in place. Schedulers,
+    ``state_dict`` and evaluation work as usual. Gradients do not pass through ``.grad``, which is None afterwards.
 
-    TorchDynamo captures ``loss_fn`` and the model. It guards every value that their Python code reads; when one of them has
-    changed, the step is compiled again. The first step with a new graph runs in eager mode, the second compiles,
-    which takes seconds, and later ones are fast. A step that cannot be captured or compiled runs as a graph that is not
-    compiled, or in eager mode, and a :class:`hesscale.CompileWarning` says why.
+    TorchDynamo captures ``loss_fn`` and the model. It guards every value that their Python code reads. If one of these values has
+    changed, the step is compiled again. The first step with a new graph runs in eager mode. The second step compiles, which takes
+    seconds, and later steps are fast. If a step cannot be captured or compiled, it runs as a graph that is not compiled, or in
+    eager mode, and a :class:`hesscale.CompileWarning` says why.
 
     Args:
         model: the first argument of ``loss_fn``.
         loss_fn: ``loss_fn(model, *batch) -> loss``.
-        optimizer: one of ours or of torch's.
-        backend: ``"inductor"`` to compile; ``"traced"`` for the flat graph, which needs no compiler; ``"eager"``.
+        optimizer: an optimizer of hesscale or of torch.
+        backend: ``"inductor"`` compiles the graph. ``"traced"`` runs the flat graph, which needs no compiler. ``"eager"`` runs
+            the step in eager mode.
         cuda_graph: capture the step in a CUDA graph if the model is on a GPU.
         options: ``head`` and ``fallback`` of :func:`hesscale.backward`.
 

@@ -273,7 +273,7 @@ def test_the_paper_s_grid_gives_humanoids_more_steps():
     assert {task.steps for task in asked} == {2_000_000, 10_000_000}
     assert {task.optimizer for task in asked} == {"adam", "scaled-adam", "scaled-adahesscale", "untrained"}
     assert sorted({task.step_size for task in asked}) == [0.0, 3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 1.0]
-    assert EXPERIMENT.work(robustness.PRESETS["paper"]) == "5600 agents, 20,160,000,000 steps of environments in all"
+    assert EXPERIMENT.work(robustness.PRESETS["paper"]) == "5600 agents, 20,160,000,000 environment steps in all"
     same = EXPERIMENT.tasks(robustness.Settings(env="Humanoid-v5", steps=50))
     assert {task.steps for task in same} == {50}
 

@@ -86,7 +86,7 @@ def work(settings: Settings) -> str:
     asked = tasks(settings)
     methods = len(asked[0].methods.split(","))
     rounds = f"{settings.rounds} rounds of {settings.block:g} ms or one update"
-    return f"{len(asked)} networks, {methods} methods, {rounds}, on a machine that should have nothing else to do"
+    return f"{len(asked)} networks, {methods} methods, {rounds}, which need an otherwise idle machine"
 
 
 def run(task: Task, run: Run, data: Path | None) -> Mapping[str, Any]:

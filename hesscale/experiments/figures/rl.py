@@ -145,7 +145,7 @@ def work(settings: Settings) -> str:
 
 
 def work_of(asked: Sequence[Config]) -> str:
-    return f"{len(asked)} agents, {sum(task.steps for task in asked):,} steps of environments in all"
+    return f"{len(asked)} agents, {sum(task.steps for task in asked):,} environment steps in all"
 
 
 def algorithm(configs: Sequence[Config]) -> Algorithm:
