@@ -32,7 +32,7 @@ def ensemble(
 ) -> Ensemble:
     """Return a function ``step(*batch) -> losses`` that trains all models by one step each, in one compiled graph.
 
-    Each member learns what :func:`hesscale.compile_step` would teach ``models[k]`` with ``optimizers[k]`` alone, except for
+    Each member is trained as if :func:`hesscale.compile_step` had trained ``models[k]`` with ``optimizers[k]`` alone, except for
     random numbers such as those of dropout. Members have the same architecture and the same class of optimizer. Options that are
     numbers (step size, trust radius, betas …) may differ between members, and may change later. You can still use the models.
     With ``how="vmap"``, their parameters, buffers and optimizer state become views of tensors that contain those of all members.

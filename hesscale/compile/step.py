@@ -166,9 +166,9 @@ class CapturedStep(ABC):
     def again(self, *batch: Any) -> Tensor:
         """Repeat the last step with another batch, without checking that nothing else has changed.
 
-        For loops whose steps take less time than the checks: call the step itself once after every change to its model, its
-        optimizer or their options (a step size, ``load_state_dict`` …), and ``again`` in between. It does notice batches of
-        another shape, and curvature that is due at some steps only (``curvature_every``).
+        Use it in loops whose steps take less time than the checks. Call the step itself once after every change to its model, its
+        optimizer or their options (a step size, ``load_state_dict`` …), and ``again`` in between. ``again`` does notice batches of
+        another shape, and steps at which curvature is due (``curvature_every``).
         """
         tensors, signature = BatchSignature.of(batch)
         is_plain = not signature.obstacle and len({*map(id, tensors)}) == len(tensors)
@@ -216,7 +216,7 @@ class CapturedStep(ABC):
 
 
 class CompiledStep(CapturedStep):
-    """A training step that compiles itself; see :func:`compile_step`."""
+    """A training step that compiles itself, which :func:`compile_step` returns."""
 
     def __init__(
         self, model: nn.Module, loss_fn: Callable[..., Tensor], optimizer: FunctionalOptimizer, training: Training

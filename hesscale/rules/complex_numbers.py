@@ -85,7 +85,7 @@ def view_as_complex(node: Node, s: Tensor) -> Tensor:
     refuse=lambda node: REAL_OF_COMPLEX if not node._input_metadata[0].dtype.is_complex else None,
 )
 def to_complex(node: Node, s: Tensor) -> Tensor:
-    """z = x in another dtype: as it is, or τ + Re κ for a real x"""
+    """z = x in another dtype: τ and κ are unchanged, or τ + Re κ for a real x"""
     return s if is_complex(node, 0) else s[..., 0] + s[..., 1]
 
 
@@ -106,7 +106,7 @@ def conjugate(node: Node, s: Tensor) -> Tensor:
 
 @linear("NegBackward0", table=COMPLEX)
 def same_entries(node: Node, s: Tensor) -> Tensor:
-    """w = ±z: as it is"""
+    """w = ±z: τ and κ are unchanged"""
     return s
 
 
@@ -147,7 +147,7 @@ def matrix_product(node: Node, s: Tensor) -> list[Share]:
 
 @linear("SumBackward0", "SumBackward1", table=COMPLEX)
 def total(node: Node, s: Tensor) -> Tensor:
-    """w = Σ z: as it is, for every term"""
+    """w = Σ z: τ and κ are unchanged, for every term"""
     tau, kappa = unpacked(s)
     return packed(node(torch.complex(tau, torch.zeros_like(tau))).real, node(kappa))
 

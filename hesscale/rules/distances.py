@@ -49,7 +49,7 @@ def cdist_same(node: Node, g: Share, s: Share) -> list[Share]:
 
 @rule("CdistBackward0", same=cdist_same)
 def cdist(node: Node, g: Share, s: Share) -> list[Share]:
-    """y_ij = ‖x_i − z_j‖ in any norm: the norm's rule for every pair, in as much memory as all differences take"""
+    """y_ij = ‖x_i − z_j‖ in any norm: the norm's rule for every pair; it takes as much memory as all differences"""
     pairs = distance(saved(node, "x1").unsqueeze(-2) - saved(node, "x2").unsqueeze(-3), node, g, s)
     return [None if pairs is None or not needs(node, i) else pairs.sum(dim) for i, dim in enumerate((-2, -3))]
 

@@ -20,15 +20,15 @@ zero_one(
     "SortBackward0",
     "SortBackward1",
     "TopkBackward0",
-    summary="the chosen entries: their shares go back where they came from",
+    summary="selected entries: each share returns to its entry",
 )
 SPARSE_GRADIENT = Final("sparse_grad=True has no curvature rule. Gather without it")
-zero_one("IndexSelectBackward0", fan_out=True, summary="the picked entries: their shares go back where they came from")
+zero_one("IndexSelectBackward0", fan_out=True, summary="selected entries: each share returns to its entry")
 zero_one(
     "GatherBackward0",
     fan_out=True,
     refuse=lambda node: SPARSE_GRADIENT if saved(node, "sparse_grad") else None,
-    summary="the picked entries: their shares go back where they came from",
+    summary="selected entries: each share returns to its entry",
 )
 zero_one("IndexFillBackward0", "ScatterBackward1", summary="the entries that were not overwritten")
 zero_one("MaskedFillBackward0", broadcast=True, summary="the entries that were not overwritten")
@@ -53,27 +53,27 @@ zero_one(
 
 @linear("IndexBackward0", "UnsafeIndexBackward0", fan_in=False)
 def index(node: Node, s: Tensor) -> Share:
-    """y = x[indices]: each picked entry gets its shares back"""
+    """y = x[indices]: each selected entry gets the sum of its shares"""
     zeros = s.new_zeros(saved(node, "self_sym_sizes"))
     return aten.index_put(zeros, saved(node, "indices"), s, True)
 
 
 @linear("UnsafeMaskedIndexBackward0", fan_in=False)
 def masked_index(node: Node, s: Tensor) -> Share:
-    """y = x[indices] where the mask is set: each picked entry gets its shares back"""
+    """y = x[indices] where the mask is set: each selected entry gets the sum of its shares"""
     zeros = s.new_zeros(saved(node, "self_sym_sizes"))
     return aten._unsafe_masked_index_put_accumulate(zeros, saved(node, "mask"), saved(node, "indices"), s)
 
 
 @linear("TakeBackward0", fan_in=False)
 def take(node: Node, s: Tensor) -> Share:
-    """y = x.flatten()[index]: each picked entry gets its shares back"""
+    """y = x.flatten()[index]: each selected entry gets the sum of its shares"""
     return s.new_zeros(saved(node, "self").shape).put(saved(node, "index"), s, accumulate=True)
 
 
 @linear("MaskedSelectBackward0", fan_in=False)
 def masked_select(node: Node, s: Tensor) -> Share:
-    """y = x where the mask is set: each picked entry gets its share back"""
+    """y = x where the mask is set: each selected entry gets its share"""
     mask = saved(node, "mask")
     shape = torch.broadcast_shapes(saved(node, "self").shape, mask.shape)
     return s.new_zeros(shape).masked_scatter(mask, s)
@@ -116,7 +116,7 @@ zero_one(
     mixed=False,
     fan_in=True,
     same=scatter_add_to_itself,
-    summary="entries added up where the index says: each gets the sum's share",
+    summary="entries are added at the index: each gets the share of its sum",
 )
 
 
@@ -206,7 +206,7 @@ def in_full(node: Node, s: Tensor) -> Tensor:
 
 @linear("EmbeddingBackward0", contraction=True, joint=False, fan_in=False, refuse=dense_gradients)
 def embedding(node: Node, s: Tensor) -> Share:
-    """y = w[indices]: each row gets its shares back, the padding row none"""
+    """y = w[indices]: each row gets the sum of its shares, and the padding row gets none"""
     return node(in_full(node, s))
 
 

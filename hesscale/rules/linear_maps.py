@@ -107,9 +107,9 @@ zero_one(
     "UnfoldBackward0",
     "UnfoldBackward0_copy",
     fan_out=True,
-    summary="one entry repeated: its shares add up",
+    summary="repeated entries: each gets the sum of its shares",
 )
-zero_one("Col2ImBackward0", "TraceBackward0", fan_in=True, summary="entries added up: each gets the sum's share")
+zero_one("Col2ImBackward0", "TraceBackward0", fan_in=True, summary="entries are added: each gets the share of its sum")
 
 
 @linear("NegViewBackward0", "NegViewBackward0_copy", "ToCopyBackward0", fan_in=False, fan_out=False)
@@ -120,19 +120,19 @@ def same_entries(node: Node, s: Tensor) -> Share:
 
 @linear("torch::autograd::CopyBackwards", joint=False, mixed=False, fan_in=False, fan_out=False, broadcast=True)
 def copy(node: Node, s: Tensor) -> list[Share]:
-    """y = the source, broadcast: J = 0 for what was there before, 1 for the source"""
+    """y = the source, broadcast: J = 0 for the overwritten values, 1 for the source"""
     return [None, s]
 
 
 @linear("FillBackward1", "FillBackward3", joint=False, mixed=False, fan_in=False, fan_out=False, broadcast=True)
 def fill(node: Node, s: Tensor) -> list[Share]:
-    """y = the value everywhere: J = 0 for what was there before, 1 for the value"""
+    """y = the value everywhere: J = 0 for the overwritten values, 1 for the value"""
     return [None, s]
 
 
 @linear("FillBackward0", "FillBackward2", "ZeroBackward0", fan_in=False, fan_out=False)
 def constant(node: Node, s: Tensor) -> Share:
-    """J = 0: what was there before is gone"""
+    """J = 0 for the overwritten values"""
     return None
 
 

@@ -63,7 +63,7 @@ def as_given(value: Any) -> Any:
 
 @linear(*MAX_POOLS, fan_in=False)
 def max_pool(node: Node, s: Tensor) -> Share:
-    """J = 1 at the entry that wins a window (one of them in a tie)"""
+    """J = 1 at the maximum of each window (at one of them in a tie)"""
     return own_backward(node, s)
 
 
@@ -81,7 +81,7 @@ zero_one(
     "UpsampleNearestExact1DBackward0",
     "UpsampleNearestExact2DBackward0",
     "UpsampleNearestExact3DBackward0",
-    summary="one entry repeated: its shares add up",
+    summary="repeated entries: each gets the sum of its shares",
     fan_out=True,
 )
 
@@ -215,7 +215,7 @@ def refuse_bicubic(node: Node) -> str | None:
 
 @rule("GridSampler2DBackward0", "GridSampler3DBackward0", curved=(False, True), refuse=refuse_bicubic)
 def grid_sample(node: Node, g: Share, s: Share) -> list[Share]:
-    """J = the bilinear weights for the input, one slope per channel for the grid; along each coordinate y is straight"""
+    """J = the bilinear weights for the input, one slope per channel for the grid; y is linear along each coordinate"""
     settings = [saved(node, name) for name in ("interpolation_mode", "padding_mode", "align_corners")]
     return [None, None] if s is None else grid_sample_shares(node, saved(node, "input"), settings, s)
 

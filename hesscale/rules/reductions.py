@@ -270,7 +270,7 @@ def norm_curvature(first: Share, ratio: Share, y: Tensor, p: float) -> Share:
 
 @rule("DistBackward0", fan_out=False)
 def dist(node: Node, g: Share, s: Share) -> list[Share]:
-    """y = ‖a − b‖: the rule of the norm, with an input that is broadcast moving several entries at once"""
+    """y = ‖a − b‖: the rule of the norm, where an entry of a broadcast input changes several differences"""
     a, b, y, p = saved(node, "self"), saved(node, "other"), saved(node, "result"), exponent(node)
     difference = (a - b).to(node._input_metadata[0].dtype).to(y.dtype)  # rounded as y was, for ties
     first, ratio = norm_slopes(difference, y, p, axes(None, difference.dim()))
@@ -340,6 +340,6 @@ def selected(node: Node, s: Tensor) -> Share:
 
 @linear("CummaxBackward0", "CumminBackward0", fan_in=False)
 def running_extremum(node: Node, s: Tensor) -> Share:
-    """J = 1 at the index where the running extremum was met: its shares add up"""
+    """J = 1 at the index of the running extremum, whose shares are added"""
     index = saved(node, "indices")
     return torch.zeros_like(s).scatter_add(dimension(saved(node, "dim"), s.dim()), index, s)
