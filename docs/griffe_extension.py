@@ -43,6 +43,8 @@ def reference(name: str, obj: griffe.Object) -> str:
     cls = obj if obj.is_class else obj.parent
     if cls is not None and cls.is_class and name in cls.all_members:
         return f"[`{name}`][{cls.all_members[name].canonical_path}]"
+    if name.startswith("hesscale."):
+        return f"[`{name}`][{name}]"
     with contextlib.suppress(griffe.NameResolutionError):
         if (target := obj.resolve(name)).startswith("hesscale."):
             return f"[`{name}`][{target}]"

@@ -43,24 +43,34 @@ def operators() -> list[Operator]:
 
 
 class Row(NamedTuple):
-    """One node of the graph: its part of the graph, its rule, and whether the diagonal at its output is exact."""
+    """One node of the graph in an :class:`Explanation`.
+
+    Attributes:
+        operator: the name of the node.
+        shape: the shape of its first output.
+        part: ``"head"``, ``"body"`` or ``"leaf"``.
+        rule: the family of its rule and the rule's maths.
+        note: how the diagonal is computed at the model's outputs, if this node returns one of them.
+        module: the module whose parameters it uses, such as ``"0 (Linear)"``; empty if it uses none.
+        parameter: the name of a leaf, if the model is known.
+    """
 
     operator: str
     shape: tuple[int, ...]
-    part: str  # head, body or leaf
+    part: str
     rule: str
     note: str
-    module: str = ""  # whose parameters it uses, such as "0 (Linear)"; "" if it uses none
-    parameter: str = ""  # the name of a leaf
+    module: str = ""
+    parameter: str = ""
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """The rows of :func:`explain`, loss first; ``print`` it for a table.
+    """The result of :func:`explain`; ``print`` it for a table.
 
     Attributes:
-        rows: one per node.
-        unsupported: why operators have no rule.
+        rows: one row per node of the graph, from the loss to the leaves.
+        unsupported: for each operator that is not supported, the reason.
         products: the number of Hessian-vector products through the head that make the diagonal at the model's outputs exact.
         is_exact: whether the diagonal at all of the model's outputs is exact.
     """

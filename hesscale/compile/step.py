@@ -167,8 +167,8 @@ class CapturedStep(ABC):
         """Repeat the last step with another batch, without checking that nothing else has changed.
 
         Use it in loops whose steps take less time than the checks. Call the step itself once after every change to its model, its
-        optimizer or their options (a step size, ``load_state_dict`` …), and ``again`` in between. ``again`` does notice batches of
-        another shape, and steps at which curvature is due (``curvature_every``).
+        optimizer or their options (a step size, ``load_state_dict`` …), and ``again`` in between. ``again`` does notice batches
+        of another shape, and steps at which curvature is due (``curvature_every``).
         """
         tensors, signature = BatchSignature.of(batch)
         is_plain = not signature.obstacle and len({*map(id, tensors)}) == len(tensors)

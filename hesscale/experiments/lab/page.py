@@ -174,8 +174,8 @@ def side(table: Table, column: int) -> Markup:
 
 
 def code(plain: object) -> Markup:
-    """Text for HTML: text between backticks becomes code, and lines do not break before % or around ±."""
-    kept = html.escape(str(plain)).replace(" %", "\u00a0%").replace(" ± ", "\u00a0±\u00a0")
+    """Text for HTML: text between backticks becomes code, and lines do not break before %, around ± or after "Fig."."""
+    kept = html.escape(str(plain)).replace(" %", "\u00a0%").replace(" ± ", "\u00a0±\u00a0").replace("Fig. ", "Fig.\u00a0")
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", kept))
 
 
