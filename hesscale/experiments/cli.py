@@ -262,7 +262,7 @@ def explain(
         str, typer.Argument(help="module:function, a function without arguments that returns a loss, or a loss and its model")
     ],
 ) -> None:
-    """Show which rule applies at each operator of a loss, and what the loss costs."""
+    """Show which rule applies at each operator of a loss, and what the exact diagonal at the outputs costs."""
     module, colon, name = factory.partition(":")
     if not colon:
         raise typer.BadParameter(f"{factory!r} is not of the form module:function")

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 
 from rich import box
 from rich.console import Console
-from rich.padding import Padding
 from rich.table import Column
 from rich.table import Table as RichTable
 
@@ -60,7 +59,7 @@ def print_table(console: Console, table: Table) -> None:
             console.print()
         console.print(block)
     if table.caption:
-        console.print(Padding(escaped(table.caption), (0, 0, 0, 1)), style="dim", highlight=False)
+        console.print(escaped(table.caption), style="dim", highlight=False)
 
 
 def split_columns(table: Table) -> tuple[list[int], list[int]]:
