@@ -63,7 +63,7 @@ def test_every_experiment_has_a_command_whose_help_shows_its_settings(invoke, na
     result = invoke(name, "--help")
     experiment = cli.EXPERIMENTS[name]
     assert result.exit_code == 0
-    assert experiment.title in words_of(result)
+    assert f"Measure {experiment.title[0].lower()}{experiment.title[1:]}" in words_of(result)
     for field in dataclasses.fields(experiment.settings):
         assert f"--{field.name.replace('_', '-')}" in result.output
     assert "--preset" in result.output

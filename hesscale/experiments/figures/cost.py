@@ -291,7 +291,7 @@ def always(task: Task) -> bool:
 
 EXPERIMENT = Experiment(
     "cost",
-    "Time of an update relative to Adam's (Appendix D).",
+    "The time of an update relative to Adam's (Appendix D).",
     Settings,
     PRESETS,
     Task,

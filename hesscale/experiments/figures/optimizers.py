@@ -104,7 +104,7 @@ def is_timed(task: Task) -> bool:
 
 EXPERIMENT = Experiment(
     "optimizers",
-    "Accuracy of optimizers on many tasks, tuned and at Adam's default step size.",
+    "The accuracy of optimizers on many tasks, tuned and at Adam's default step size.",
     Settings,
     PRESETS,
     Task,

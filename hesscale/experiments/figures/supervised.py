@@ -112,7 +112,7 @@ def is_timed(task: Task) -> bool:
 
 EXPERIMENT = Experiment(
     "supervised",
-    "Accuracy of seven optimizers in image classification, by epochs and by seconds (Fig. 4, Appendix G).",
+    "The accuracy of seven optimizers in image classification, by epochs and by seconds (Fig. 4, Appendix G).",
     Settings,
     PRESETS,
     Task,

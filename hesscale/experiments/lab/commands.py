@@ -80,7 +80,7 @@ def command_of(experiment: Experiment) -> Callable[..., None]:
     shared = options_of(RunOptions, RUNNING)
     command.__signature__ = inspect.Signature([PRESET, *own, *shared])  # type: ignore[attr-defined]
     command.__annotations__ = {}
-    command.__doc__ = experiment.title
+    command.__doc__ = f"Measure {experiment.title[0].lower()}{experiment.title[1:]}"
     return command
 
 

@@ -34,7 +34,7 @@ class Experiment:
 
     Attributes:
         name: the name of its command.
-        title: one line on what it shows.
+        title: one line on what it measures, a noun with its objects.
         settings: a frozen dataclass; each field is an :func:`option` of the command line.
         presets: settings of ``smoke`` (seconds), ``small`` (minutes) and ``paper`` (the paper's).
         task: a frozen dataclass of plain values: everything that the numbers of one run depend on, and nothing else.
