@@ -235,7 +235,7 @@ def train(task: Task, run: Run, networks: Networks, batch_of: Callable[[Tensor],
 
 EXPERIMENT = Experiment(
     name="dominance",
-    title="Diagonal dominance of Hessians at pre-activations, before and after training (Fig. 3, Table 1, Appendix E).",
+    title="The diagonal dominance of Hessians at pre-activations, before and after training (Fig. 3, Table 1, Appendix E).",
     settings=Settings,
     presets={
         "smoke": Settings(seeds=2, iterations=50),

@@ -163,7 +163,7 @@ def adahessian_errors(task: Task, at: methods.Pass, truth: methods.Rows, random:
 
 EXPERIMENT = Experiment(
     name="quality",
-    title="Errors of HesScale and other estimates of the Hessian diagonal during training (Fig. 2).",
+    title="The errors of HesScale and other estimates of the Hessian diagonal during training (Fig. 2).",
     settings=Settings,
     presets={
         "smoke": Settings(dataset="digits", seeds=2, examples=10),

@@ -314,7 +314,7 @@ class Pace:
 
 EXPERIMENT = Experiment(
     "rl",
-    "Returns of A2C and PPO by environment steps, for each optimizer (Fig. 5).",
+    "The returns of A2C and PPO by environment steps, for each optimizer (Fig. 5).",
     Settings,
     PRESETS,
     Config,

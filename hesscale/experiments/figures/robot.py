@@ -220,7 +220,7 @@ def runs_plot(runs: dict[Method, list[Result]], end: str) -> Plot:
 EXPERIMENT = dataclasses.replace(
     rl.EXPERIMENT,
     name="robot",
-    title="Returns of PPO on a simulated UR5 and their drop after the peak, with and without a trust region (Fig. 7).",
+    title="The returns of PPO on a simulated UR5 and their drop after the peak, with and without a trust region (Fig. 7).",
     settings=Settings,
     presets=PRESETS,
     tasks=tasks,

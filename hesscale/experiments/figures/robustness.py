@@ -213,7 +213,7 @@ def divergences(known: list[Scores], method: Method) -> str:
 EXPERIMENT = dataclasses.replace(
     rl.EXPERIMENT,
     name="robustness",
-    title="Returns of A2C and PPO by step size, with and without a trust region (Fig. 6).",
+    title="The returns of A2C and PPO by step size, with and without a trust region (Fig. 6).",
     settings=Settings,
     presets=PRESETS,
     tasks=tasks,
