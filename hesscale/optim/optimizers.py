@@ -77,8 +77,9 @@ class BoundedOptimizer(CurvatureOptimizer):
 class AdaHesScale(BoundedOptimizer):
     """Adam with the HesScale diagonal in place of the gradient in V (Algorithm 2); with ``trust_radius``, Algorithm 3.
 
-    By default, the update of each parameter tensor is one to three times as long as Adam's would be, and small curvature is
-    damped (``graft=(1, 3), damping=0.03``), so that Adam's step sizes can be used. :meth:`paper` makes one without these bounds.
+    By default, the update of each parameter tensor is as long as Adam's would be, and small curvature is damped
+    (``graft=(1, 1), damping=0.03``), so that Adam's step sizes can be used. On small networks, ``graft=(1, 3)`` learns faster.
+    :meth:`paper` makes an optimizer without these bounds.
 
     Example:
         >>> import torch, hesscale
