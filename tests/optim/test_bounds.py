@@ -293,3 +293,18 @@ def test_squared_gradients_that_missed_steps_are_not_used_again():
     optimizer.param_groups[0]["graft"] = (1.0, 3.0)
     with pytest.raises(RuntimeError, match="exp_avg_sq"):
         train(model, optimizer, 1)
+
+
+def test_scaled_gradients_change_the_length_no_more_than_with_adam():
+    """A gradient that is clipped at every step, to a hundredth of its length."""
+    lengths = []
+    for factor in (1.0, 0.01):
+        w = weight(size=3)
+        optimizer = AdaHesScale([w], lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            optimizer.backward((torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64) * w**4).sum())
+            w.grad *= factor
+            optimizer.step()
+        lengths.append(float((1 - w.detach()).norm()))
+    assert lengths[1] == pytest.approx(lengths[0], rel=0.05)
