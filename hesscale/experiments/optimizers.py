@@ -192,6 +192,7 @@ AGENT_OPTIMIZERS = Choices(
     [
         replace(OPTIMIZERS["our-adam"], name="adam", label="Adam"),
         *(OPTIMIZERS[name] for name in ("adahessian", "adahesscale", "adahesscale-gn", "scaled-adam", "scaled-adahesscale")),
+        *(OPTIMIZERS[name] for name in ("adahesscale-default", "adahesscale-gn-default", "adahesscale-long")),
         OptimizerSpec("prodigy", "Prodigy", tuning_free("prodigy")),
         OptimizerSpec("dog", "DoG", tuning_free("dog")),
         OptimizerSpec("schedule-free", "schedule-free AdamW", tuning_free("schedule-free")),
