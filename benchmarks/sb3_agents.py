@@ -66,7 +66,7 @@ CASES = {
 SCALED = "AdaHesScale, step size 1, Δ = 1e-7"
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "Adam (torch)": (None, {}),
-    "AdaHesScale": (hesscale.AdaHesScale, {"eps": 1e-5}),
+    "AdaHesScale": (hesscale.AdaHesScale, {"eps": 1e-5, "graft": (1.0, 3.0)}),
     SCALED: (hesscale.AdaHesScale, {"eps": 1e-5, "trust_radius": 1e-7, **NEUTRAL}),
 }
 ON_POLICY = ("PPO", "A2C")  # the radius was chosen with these two algorithms

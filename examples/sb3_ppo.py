@@ -25,7 +25,7 @@ def mean_return(model: PPO, episodes: int = 10) -> float:
 
 def main(steps: int, seed: int) -> None:
     torch.set_num_threads(1)  # networks this small are slower on more
-    CurvaturePPO = hesscale.sb3.with_curvature(PPO, hesscale.AdaHesScale, eps=1e-8)
+    CurvaturePPO = hesscale.sb3.with_curvature(PPO, hesscale.AdaHesScale, eps=1e-8, graft=(1, 3))
     model = CurvaturePPO("MlpPolicy", gym.make("CartPole-v1"), n_steps=512, seed=seed, device="cpu")
     print(f"before: return {mean_return(model):.1f}")
     model.learn(steps)

@@ -23,7 +23,7 @@ def mean_return(model: SAC, episodes: int = 10) -> float:
 
 def main(steps: int, seed: int, step_size: float = 1e-3) -> None:
     torch.set_num_threads(1)
-    CurvatureSAC = hesscale.sb3.with_curvature(SAC, hesscale.AdaHesScale)
+    CurvatureSAC = hesscale.sb3.with_curvature(SAC, hesscale.AdaHesScale, graft=(1, 3))
     model = CurvatureSAC(
         "MlpPolicy",
         "Pendulum-v1",

@@ -83,7 +83,7 @@ class Muon(torch.optim.Optimizer):
 
 
 WARMED_UP = {"curvature_warmup": CURVATURE_WARMUP}
-GRAFTED = {**NEUTRAL, "damping": SAFE_DAMPING, "graft": (1.0, 1.0)}
+LONGER = {"graft": (1.0, 3.0)}
 CAPPED = {**NEUTRAL, "damping": SAFE_DAMPING, "graft": (0.0, 3.0)}
 CLIPPED = {**NEUTRAL, "damping": SAFE_DAMPING, "update_clip": 1.0}
 OPTIMIZERS = Choices(
@@ -148,17 +148,17 @@ OPTIMIZERS = Choices(
                 ("adahesscale-gn", "AdaHesScaleGN", AdaHesScaleGN),
             )
             for name, what, options in (
-                ("default", "bounded (default)", {}),
-                ("graft", "grafted", GRAFTED),
+                ("default", "grafted (default)", {}),
+                ("long", "1 to 3 times Adam's length", LONGER),
                 ("cap", "at most 3 times Adam's length", CAPPED),
                 ("clip", "entries clipped at 1", CLIPPED),
             )
         ),
         OptimizerSpec(
             "adahesscale-gn-calibrated",
-            "AdaHesScaleGN, calibrated every 10th step",
+            "AdaHesScaleGN, 1 to 3 times Adam's length, calibrated every 10th step",
             AdaHesScaleGN,
-            {"calibrate_every": 10},
+            {**LONGER, "calibrate_every": 10},
             family="adahesscale-gn",
         ),
         OptimizerSpec("scaled-adam", "Scaled Adam", Adam, family="adam", is_scaled=True),
@@ -192,6 +192,7 @@ AGENT_OPTIMIZERS = Choices(
     [
         replace(OPTIMIZERS["our-adam"], name="adam", label="Adam"),
         *(OPTIMIZERS[name] for name in ("adahessian", "adahesscale", "adahesscale-gn", "scaled-adam", "scaled-adahesscale")),
+        *(OPTIMIZERS[name] for name in ("adahesscale-default", "adahesscale-gn-default", "adahesscale-long")),
         OptimizerSpec("prodigy", "Prodigy", tuning_free("prodigy")),
         OptimizerSpec("dog", "DoG", tuning_free("dog")),
         OptimizerSpec("schedule-free", "schedule-free AdamW", tuning_free("schedule-free")),
@@ -200,7 +201,11 @@ AGENT_OPTIMIZERS = Choices(
 )
 IMAGE_OPTIMIZERS = Choices(
     [spec for name, spec in OPTIMIZERS.items() if name not in ("our-adam", "adahesscale-gn-bf16", "adahesscale-gn-bf16-every10")],
-    aliases={"adahesscale-10th": "adahesscale-every10"},
+    aliases={
+        "adahesscale-10th": "adahesscale-every10",
+        "adahesscale-graft": "adahesscale-default",
+        "adahesscale-gn-graft": "adahesscale-gn-default",
+    },
 )
 
 HELP = "optimizers, separated by commas; name@0.01 sets the step size of one optimizer"

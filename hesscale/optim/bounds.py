@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .batches import Batch
 
 NEUTRAL: dict[str, Any] = {"damping": 0.0, "update_clip": None, "graft": None}  # no bounds, as in the paper
-SAFE_DAMPING, SAFE_GRAFT = 0.03, (1.0, 3.0)  # the defaults of AdaHesScale and AdaHesScaleGN
+SAFE_DAMPING, SAFE_GRAFT = 0.03, (1.0, 1.0)  # the defaults of AdaHesScale and AdaHesScaleGN
 LONG_ENTRY = 100  # times the step size; a longer entry in one of the first WATCHED_STEPS steps draws a warning
 WATCHED_STEPS = 10
 

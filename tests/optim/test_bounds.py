@@ -94,7 +94,7 @@ def test_bounded_updates_follow_the_formulas(bounds, optimizer, foreach):
 def test_the_defaults_are_bounded():
     model, other = make_model(), make_model()
     train(model, AdaHesScale(model.parameters(), lr=0.01))
-    assert_same(model, written_out(other, damping=0.03, graft=(1.0, 3.0)))
+    assert_same(model, written_out(other, damping=0.03, graft=(1.0, 1.0)))
 
 
 @pytest.mark.parametrize("bounds", BOUNDS)
@@ -147,7 +147,7 @@ def test_weights_without_curvature_move_as_far_as_adam_lets_them():
     optimizer.backward((2 * w).sum())
     with pytest.warns(hesscale.CurvatureWarning, match="zero for every parameter"):
         optimizer.step()
-    assert (1 - w.detach()).tolist() == pytest.approx([0.3] * 4)
+    assert (1 - w.detach()).tolist() == pytest.approx([0.1] * 4)
 
 
 @pytest.mark.parametrize("options", [{"graft": (1.0, 1.0)}, {"graft": (0.0, 2.0)}, {"graft": (2.0, 3.0)}])
@@ -293,3 +293,18 @@ def test_squared_gradients_that_missed_steps_are_not_used_again():
     optimizer.param_groups[0]["graft"] = (1.0, 3.0)
     with pytest.raises(RuntimeError, match="exp_avg_sq"):
         train(model, optimizer, 1)
+
+
+def test_scaled_gradients_change_the_length_no_more_than_with_adam():
+    """A gradient that is clipped at every step, to a hundredth of its length."""
+    lengths = []
+    for factor in (1.0, 0.01):
+        w = weight(size=3)
+        optimizer = AdaHesScale([w], lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            optimizer.backward((torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64) * w**4).sum())
+            w.grad *= factor
+            optimizer.step()
+        lengths.append(float((1 - w.detach()).norm()))
+    assert lengths[1] == pytest.approx(lengths[0], rel=0.05)

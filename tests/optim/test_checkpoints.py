@@ -119,7 +119,7 @@ def test_states_of_other_optimizers():
     assert float(ours.state[w]["step"]) == 2
     bounded = AdaHesScale([w])
     bounded.load_state_dict(theirs.state_dict())
-    assert (bounded.param_groups[0]["graft"], bounded.param_groups[0]["lr"]) == ((1.0, 3.0), 0.5)
+    assert (bounded.param_groups[0]["graft"], bounded.param_groups[0]["lr"]) == ((1.0, 1.0), 0.5)
     bounded.backward((w**2).sum())
     bounded.step()
     curvature = AdaHesScale.paper([w])

@@ -16,9 +16,9 @@ from ..tasks.trainer import SCHEDULES, Task, run
 from ._optimizers_figures import sections
 
 DEVICES = ("auto", "cpu", "cuda")
-KNOWN = Choices([spec for spec in IMAGE_OPTIMIZERS.values() if not spec.is_scaled])
+KNOWN = Choices([spec for spec in IMAGE_OPTIMIZERS.values() if not spec.is_scaled], aliases=IMAGE_OPTIMIZERS.aliases)
 FEW = ("adam", "adahessian", "adahesscale", "adahesscale-default", "adahesscale-gn-default")
-VARIANTS = ("", "-default", "-graft", "-clip")
+VARIANTS = ("", "-default", "-long", "-clip")
 ALL = (
     *("sgd-momentum", "adam", "adamw", "muon", "sophia-g", "adahessian"),
     *(f"{family}{variant}" for family in ("adahesscale", "adahesscale-gn") for variant in VARIANTS),

@@ -6,19 +6,52 @@ Where there is no Triton, this module can be imported, but not the others of thi
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ...errors import CurvatureWarning
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 MAX_HEAD_SIZE = 128  # blocks of rows have to fit on the chip, and so do rows that are normalized
 MAX_NORM_SIZE = 2**14
 
 
+_found_usable: dict[torch.device, bool] = {}
+
+
 def can_replace(x: Tensor) -> bool:
     """Whether kernels can take the place of operators on x. A compiler makes such kernels by itself."""
-    return HAS_TRITON and x.is_cuda and x.dtype != torch.float64 and x.numel() > 0 and not torch.compiler.is_compiling()
+    is_fit = x.is_cuda and x.dtype != torch.float64 and x.numel() > 0
+    return is_fit and not torch.compiler.is_compiling() and is_usable(x.device)
+
+
+def is_usable(device: torch.device) -> bool:
+    """Whether Triton compiles kernels for this GPU, which needs products in bfloat16. It is tried once, but not in a trace."""
+    if device not in _found_usable:
+        if not HAS_TRITON or torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):
+            _found_usable[device] = False
+        elif torch.compiler.is_compiling():
+            return True
+        else:
+            _found_usable[device] = compiles(device)
+    return _found_usable[device]
+
+
+def compiles(device: torch.device) -> bool:
+    """Try the smallest kernel. Triton needs a C compiler, for one, which a machine may not have."""
+    try:
+        log_softmax_share(torch.zeros(1, 2, device=device), None, torch.ones(1, 2, device=device))
+    except Exception as error:
+        warnings.warn(
+            f"Triton cannot compile kernels here ({type(error).__name__}: {error}). Curvature takes more time without them",
+            CurvatureWarning,
+            stacklevel=2,
+        )
+        return False
+    return True
 
 
 def log_softmax_share(y: Tensor, s: Tensor | None, g: Tensor | None) -> Tensor:
