@@ -250,7 +250,7 @@ def apply_in_dtype(function: RuleFunction, node: Node, g: Any, s: Any, dtype: to
 
 def with_aligned_rows(s: Tensor) -> Tensor:
     """On a GPU, a matrix in 16 bits with rows that begin at multiples of 16 bytes: products of others take far longer."""
-    is_narrow = s.is_cuda and s.dim() == 2 and s.element_size() == 2
+    is_narrow = s.is_cuda and s.dim() == 2 and s.element_size() == 2 and type(s) is Tensor
     if not is_narrow or s.shape[1] % 8 == 0 or torch.compiler.is_compiling():
         return s
     rows, columns = s.shape

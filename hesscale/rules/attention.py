@@ -200,11 +200,10 @@ def shares_of(node: Node, g: Share, s: Share, score_rule: ScoreRule) -> list[Sha
 def has_kernels(node: Node, like: Tensor) -> bool:
     """Whether there are kernels for this node, given a share at its output."""
     q, v = saved(node, "query"), saved(node, "value")
-    is_plain = bias_of(node) is None and not saved(node, "dropout_p")
+    is_simple = bias_of(node) is None and not saved(node, "dropout_p")
     is_small = q.shape[-1] == v.shape[-1] <= kernels.MAX_HEAD_SIZE
-    return (
-        kernels.HAS_TRITON and q.is_cuda and q.dtype == like.dtype == torch.bfloat16 and is_plain and is_small and q.numel() > 0
-    )
+    is_fit = q.is_cuda and q.dtype == like.dtype == torch.bfloat16 and q.numel() > 0
+    return is_fit and is_simple and is_small and kernels.is_usable(q.device)
 
 
 def shares_by_kernels(node: Node, g: Share, s: Share) -> list[Share]:

@@ -186,7 +186,8 @@ def row_share(s: Tensor, right: Tensor) -> Tensor:
     """s_A = s W², for B = Wᵀ"""
     squares, s = operands(right, s)
     columns = s.shape[1] - s.shape[1] % ALIGNED_ENTRIES
-    if columns == s.shape[1] or not s.is_cuda or s.element_size() > 2 or torch.compiler.is_compiling():
+    is_narrow = s.is_cuda and s.element_size() == 2 and type(s) is Tensor
+    if columns == s.shape[1] or not is_narrow or torch.compiler.is_compiling():
         return torch.mm(s, squares.t())
     # cuBLAS takes several times as long for sums of another number of terms
     return torch.mm(s[:, :columns], squares.t()[:columns]).addmm_(s[:, columns:], squares.t()[columns:])

@@ -24,8 +24,13 @@ _found_usable: dict[torch.device, bool] = {}
 
 def can_replace(x: Tensor) -> bool:
     """Whether kernels can take the place of operators on x. A compiler makes such kernels by itself."""
-    is_fit = x.is_cuda and x.dtype != torch.float64 and x.numel() > 0
+    is_fit = x.is_cuda and x.dtype != torch.float64 and x.numel() > 0 and is_plain(x)
     return is_fit and not torch.compiler.is_compiling() and is_usable(x.device)
+
+
+def is_plain(x: Tensor) -> bool:
+    """Whether this is an ordinary tensor, and not a DTensor, say, whose memory kernels cannot read."""
+    return type(x) in (Tensor, torch.nn.Parameter)
 
 
 def is_usable(device: torch.device) -> bool:
