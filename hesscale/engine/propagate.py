@@ -243,18 +243,18 @@ def apply_in_dtype(function: RuleFunction, node: Node, g: Any, s: Any, dtype: to
     """A contraction's shares, computed in this dtype, or in that of s. A bias gets s itself, which is not rounded."""
     if not isinstance(s, Tensor):
         return function(node, g, s)
-    low = with_aligned_rows(s if dtype is None else s.to(dtype))
+    low = rounded(s, s.dtype if dtype is None else dtype)
     shares = function(node, g, low)
     return [s if share is low else share for share in shares] if isinstance(shares, list) else shares
 
 
-def with_aligned_rows(s: Tensor) -> Tensor:
-    """On a GPU, a matrix in 16 bits with rows that begin at multiples of 16 bytes: products of others take far longer."""
-    is_narrow = s.is_cuda and s.dim() == 2 and s.element_size() == 2 and type(s) is Tensor
+def rounded(s: Tensor, dtype: torch.dtype) -> Tensor:
+    """s in this dtype. On a GPU, rows of a matrix in 16 bits begin at multiples of 16 bytes, or products take far longer."""
+    is_narrow = s.is_cuda and s.dim() == 2 and dtype.itemsize == 2 and type(s) is Tensor
     if not is_narrow or s.shape[1] % 8 == 0 or torch.compiler.is_compiling():
-        return s
+        return s.to(dtype)
     rows, columns = s.shape
-    return s.new_empty(rows, columns + -columns % 8)[:, :columns].copy_(s)
+    return s.new_empty(rows, columns + -columns % 8, dtype=dtype)[:, :columns].copy_(s)
 
 
 def is_zero(values: Sequence[Tensor | None]) -> bool:

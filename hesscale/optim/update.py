@@ -166,8 +166,8 @@ def longest_entry(batch: Batch, quotient: Quotient, eta: Tensor | None) -> float
     lr = float(batch.group["lr"])
     if lr == 0:
         return 0.0
-    lengths = torch._foreach_norm([u for u in evaluate(batch, quotient) if u.numel()], math.inf)
-    longest = float(torch.stack(list(lengths)).max()) if lengths else 0.0
+    updates = [u for u in evaluate(batch, quotient) if u.numel()]
+    longest = float(torch.stack(list(torch._foreach_norm(updates, math.inf))).max()) if updates else 0.0
     return longest * (1.0 if eta is None else float(eta)) / lr
 
 

@@ -202,7 +202,8 @@ def has_kernels(node: Node, like: Tensor) -> bool:
     q, v = saved(node, "query"), saved(node, "value")
     is_simple = bias_of(node) is None and not saved(node, "dropout_p")
     is_small = q.shape[-1] == v.shape[-1] <= kernels.MAX_HEAD_SIZE
-    is_fit = q.is_cuda and q.dtype == like.dtype == torch.bfloat16 and q.numel() > 0
+    is_known = kernels.is_plain(q) or torch.compiler.is_compiling()
+    is_fit = q.is_cuda and q.dtype == like.dtype == torch.bfloat16 and q.numel() > 0 and is_known
     return is_fit and is_simple and is_small and kernels.is_usable(q.device)
 
 
@@ -210,7 +211,7 @@ def shares_by_kernels(node: Node, g: Share, s: Share) -> list[Share]:
     """The shares of Q, K and V, without blocks of P in memory."""
     q, k, v, scale = inputs_of(node)
     mean = None if g is None else (g.float() * saved(node, "output")).sum(-1).flatten(0, 1)
-    flat = [None if x is None else x.flatten(0, 1).contiguous() for x in (q, k, v, s, g)]
+    flat = [None if x is None else x.flatten(0, 1) for x in (q, k, v, s, g)]
     found = kernels.attention_shares(*flat, mean, scale, saved(node, "is_causal"))
     shares = [share.unflatten(0, q.shape[:2]) if needs(node, i) else None for i, share in enumerate(found)]
     return [*shares[:2], None if s is None else shares[2]]

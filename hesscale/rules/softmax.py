@@ -36,7 +36,8 @@ def log_softmax(node: Node, g: Share, s: Share) -> Share:
     """q = exp y: s_i (1 − 2 q_i) + q_i² Σ_k s_k − (q_i − q_i²) Σ_k g_k"""
     y = saved(node, "result")
     dim = dimension(saved(node, "dim"), y.dim())
-    if kernels.can_replace(y) and dim == y.dim() - 1 and not (g is None and s is None):
+    is_fit = dim == y.dim() - 1 and y.shape[-1] >= kernels.MIN_SOFTMAX_SIZE and not (g is None and s is None)
+    if is_fit and kernels.can_replace(y):
         rows: list[Any] = [None if t is None else t.reshape(-1, y.shape[-1]).contiguous() for t in (y, s, g)]
         return kernels.log_softmax_share(*rows).reshape(y.shape)
     q = y.exp()
@@ -44,7 +45,7 @@ def log_softmax(node: Node, g: Share, s: Share) -> Share:
         return None if s is None else (q * s.sum(dim, keepdim=True)).sub_(s, alpha=2).mul_(q).add_(s)
     slope = g.sum(dim, keepdim=True)
     if s is None:
-        return q.addcmul_(q, q, value=-1).mul_(-slope)
+        return (q * q).sub_(q).mul_(slope)
     return (q * (s.sum(dim, keepdim=True) + slope)).sub_(slope).sub_(s, alpha=2).mul_(q).add_(s)
 
 

@@ -308,3 +308,11 @@ def test_scaled_gradients_change_the_length_no_more_than_with_adam():
             optimizer.step()
         lengths.append(float((1 - w.detach()).norm()))
     assert lengths[1] == pytest.approx(lengths[0], rel=0.05)
+
+
+def test_parameters_without_entries():
+    model = [torch.nn.Parameter(torch.zeros(0, 3, dtype=torch.float64)), weight(size=2)]
+    optimizer = AdaHesScale(model, lr=0.1, foreach=False)
+    optimizer.backward(sum((w**2).sum() for w in model))
+    optimizer.step()
+    assert (model[1] < 1).all()

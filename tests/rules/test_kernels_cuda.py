@@ -90,7 +90,7 @@ def test_norms(norm, size, dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("size", [3, 1000, 5001])
+@pytest.mark.parametrize("size", [3, 130, 5001])
 @pytest.mark.parametrize("method", ["hesscale", "hesscale_gn"])
 def test_log_softmax(method, size, dtype):
     """With a Hessian diag(s) at the log-probabilities, and with s = 0, as in cross-entropy."""

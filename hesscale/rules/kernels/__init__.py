@@ -14,7 +14,16 @@ from torch import Tensor
 
 from ...errors import CurvatureWarning
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+def has_triton() -> bool:
+    try:
+        return importlib.util.find_spec("triton") is not None
+    except ValueError:  # something else that is called triton
+        return False
+
+
+HAS_TRITON = has_triton()
+MIN_SOFTMAX_SIZE = 128  # for shorter rows, operators are faster
 MAX_HEAD_SIZE = 128  # blocks of rows have to fit on the chip, and so do rows that are normalized
 MAX_NORM_SIZE = 2**14
 
@@ -86,7 +95,7 @@ def norm_shares(
 def attention_shares(
     q: Tensor, k: Tensor, v: Tensor, s: Tensor | None, g: Tensor | None, mean: Tensor | None, scale: float, is_causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The shares of Q, K and V, of shape (batch · heads, length, size) and contiguous. ``mean`` is Σ g O for each row."""
+    """The shares of Q, K and V, of shape (batch · heads, length, size). ``mean`` is Σ g O for each row."""
     from .attention import launch
 
     return launch(q, k, v, s, g, mean, scale, is_causal)
@@ -94,14 +103,15 @@ def attention_shares(
 
 @attention_shares.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    shares = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
+    return shares[0], shares[1], shares[2]
 
 
 @attention_shares.register_vmap
 def _(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     """Members of an ensemble are more heads."""
     tensors = [
-        x if x is None else (x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1).contiguous()
+        x if x is None else (x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
         for x, dim in zip(arguments[:6], in_dims, strict=False)
     ]
     shares = attention_shares(*tensors, *arguments[6:])

@@ -13,6 +13,7 @@ from torch import Tensor
 
 BY_ROWS = 64, 32, 4  # rows and columns of a block of P, and warps; twice as many for large heads
 BY_COLUMNS = 64, 32, 4
+LARGE_MEMORY = 2**17  # what large heads need for three stages of the pipeline
 
 
 @triton.jit
@@ -57,7 +58,9 @@ def rows_kernel(
     IS_CAUSAL: tl.constexpr, HAS_S: tl.constexpr, HAS_G: tl.constexpr,
 ):  # fmt: skip
     """For some rows of one head: log Σ exp of the scores, Σ_k s_k p_k², and the share of Q."""
-    head, rows = tl.program_id(1).to(tl.int64), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    blocks = tl.cdiv(row_count, ROWS)
+    head, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
+    rows = block * ROWS + tl.arange(0, ROWS)
     of_rows, of_columns = head * row_count * SIZE, head * column_count * SIZE
     q_rows = load_rows(q + of_rows, rows, row_count, SIZE, PADDED)
     s_rows, g_rows, means = q_rows, q_rows, tl.zeros([ROWS], tl.float32)
@@ -68,7 +71,7 @@ def rows_kernel(
         means = tl.load(mean + head * row_count + rows, mask=rows < row_count, other=0.0)
     last = column_count
     if IS_CAUSAL:
-        last = tl.minimum(column_count, (tl.program_id(0) + 1) * ROWS)
+        last = tl.minimum(column_count, (block + 1) * ROWS)
     largest = tl.full([ROWS], -float("inf"), tl.float32)
     sums, totals = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)  # Σ exp, and Σ s exp², relative to the largest
     for start in range(0, last, COLUMNS):
@@ -104,14 +107,16 @@ def columns_kernel(
     IS_CAUSAL: tl.constexpr, HAS_S: tl.constexpr, HAS_G: tl.constexpr,
 ):  # fmt: skip
     """For some columns of one head: the shares of K and V."""
-    head, columns = tl.program_id(1).to(tl.int64), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    blocks = tl.cdiv(column_count, COLUMNS)
+    head, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
+    columns = block * COLUMNS + tl.arange(0, COLUMNS)
     of_rows, of_columns = head * row_count * SIZE, head * column_count * SIZE
     k_columns = load_rows(k + of_columns, columns, column_count, SIZE, PADDED)
     v_columns = load_rows(v + of_columns, columns, column_count, SIZE, PADDED)
     shares_k, shares_v = tl.zeros([COLUMNS, PADDED], tl.float32), tl.zeros([COLUMNS, PADDED], tl.float32)
     first = 0
     if IS_CAUSAL:
-        first = tl.program_id(0) * COLUMNS // ROWS * ROWS
+        first = block * COLUMNS // ROWS * ROWS
     for start in range(first, row_count, ROWS):
         rows = start + tl.arange(0, ROWS)
         q_rows = load_rows(q + of_rows, rows, row_count, SIZE, PADDED)
@@ -132,19 +137,28 @@ def columns_kernel(
     store_rows(share_v + of_columns, shares_v, columns, column_count, SIZE, PADDED)
 
 
+def shared_memory(x: Tensor) -> int:
+    """Bytes that the warps of a program may share on this GPU."""
+    return getattr(torch.cuda.get_device_properties(x.device), "shared_memory_per_block_optin", 0)
+
+
 def launch(
     q: Tensor, k: Tensor, v: Tensor, s: Tensor | None, g: Tensor | None, mean: Tensor | None, scale: float, is_causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The shares of Q, K and V, given s and g at O, and Σ g O over each row."""
+    # Here and not before: in a trace, tensors may be contiguous that are not where the graph runs.
+    q, k, v, s, g, mean = (None if x is None else x.contiguous() for x in (q, k, v, s, g, mean))
     (heads, rows, size), columns = q.shape, k.shape[1]
     log_sum, total = (torch.empty(heads, rows, device=q.device) for _ in range(2))
     shares = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     given = q, k, v, s, g, mean, log_sum, total
     sizes = rows, columns, scale, size, max(16, triton.next_power_of_2(size))
     flags = is_causal, s is not None, g is not None
-    more = 1 if size <= 64 else 2
+    more, stages = (1, 3) if size <= 64 else (2, 3 if shared_memory(q) >= LARGE_MEMORY else 2)
     *block, warps = BY_ROWS
-    rows_kernel[triton.cdiv(rows, block[0]), heads](*given, shares[0], *sizes, *block, *flags, num_warps=warps * more)
+    grid = (triton.cdiv(rows, block[0]) * heads,)
+    rows_kernel[grid](*given, shares[0], *sizes, *block, *flags, num_warps=warps * more, num_stages=stages)
     *block, warps = BY_COLUMNS
-    columns_kernel[triton.cdiv(columns, block[1]), heads](*given, *shares[1:], *sizes, *block, *flags, num_warps=warps * more)
+    grid = (triton.cdiv(columns, block[1]) * heads,)
+    columns_kernel[grid](*given, *shares[1:], *sizes, *block, *flags, num_warps=warps * more, num_stages=stages)
     return shares

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PROGRAMS = 512  # each takes every 512th row, and has partial sums of its own for weight and bias
+PROGRAMS = 512  # for rows of 1,024 entries or more; each takes every 512th row, and has partial sums for weight and bias
 
 
 @triton.jit
@@ -57,11 +57,11 @@ def launch(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The shares of x, weight and bias. The mean is not read unless the norm is centred."""
     rows, size = x.shape
-    programs = min(PROGRAMS, max(rows, 1))
+    padded = triton.next_power_of_2(size)
+    programs = min(PROGRAMS * max(1, 1024 // padded), rows)
     given = g if s is None else s
     share = torch.empty_like(given, dtype=torch.promote_types(x.dtype, given.dtype))
     weight_sums, bias_sums = (torch.empty(programs, size, device=x.device) for _ in range(2))
-    padded = triton.next_power_of_2(size)
     norm_kernel[(programs,)](
         *(x, mean, scale, weight, s, g, share, weight_sums, bias_sums, rows, size, programs),
         *(padded, is_centred, weight is not None, s is not None, g is not None),
