@@ -24,13 +24,17 @@ LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, *TRANSPOSED)
 def weights_of(model: nn.Module) -> list[Place]:
     """The weights of linear layers and convolutions.
 
+    The output projection of ``nn.MultiheadAttention`` is left out. The attention reads its weight without calling the layer, so
+    that the mask of :mod:`torch.nn.utils.prune` would not follow training.
+
     Example:
         >>> from torch import nn
         >>> from hesscale.uses.pruning import weights_of
         >>> weights_of(nn.Sequential(nn.Linear(2, 3), nn.ReLU()))
         [(Linear(in_features=2, out_features=3, bias=True), 'weight')]
     """
-    return [(module, "weight") for module in model.modules() if isinstance(module, LAYERS)]
+    uncalled = {module.out_proj for module in model.modules() if isinstance(module, nn.MultiheadAttention)}
+    return [(module, "weight") for module in model.modules() if isinstance(module, LAYERS) and module not in uncalled]
 
 
 def saliency(
@@ -70,8 +74,10 @@ def saliency(
     for module, name in weights_of(model) if places is None else places:
         parameter = original(module, name)
         if names.get(id(parameter)) not in found:
+            path = next((path for path, other in model.named_modules() if other is module), type(module).__name__)
             raise ValueError(
-                f"{name} of {module} is not a parameter of the model that requires gradients; leave it out of places"
+                f"{f'{path}.{name}'.lstrip('.')} is not a parameter of the model that requires gradients, so it has no score; "
+                "pass places= without it"
             )
         derivatives = found[names[id(parameter)]]
         w = getattr(module, name).detach()
@@ -128,7 +134,10 @@ def prune_channels(scores: Mapping[Place, Tensor], sparsity: float, *, scope: st
     check(scores, sparsity, scope)
     masks = [mask_of(place) for place in scores]
     dims = [output_dim(module) if dim is None else dim % mask.dim() for (module, _), mask in zip(scores, masks, strict=True)]
-    rows = [(score * mask).movedim(d, 0).flatten(1) for score, mask, d in zip(scores.values(), masks, dims, strict=True)]
+    rows = [
+        score.masked_fill(mask == 0, 0).movedim(d, 0).flatten(1)
+        for score, mask, d in zip(scores.values(), masks, dims, strict=True)
+    ]
     alive = [mask.movedim(d, 0).flatten(1).any(1) for mask, d in zip(masks, dims, strict=True)]
     ranked = [row.sum(1).masked_fill(~is_alive, -torch.inf) for row, is_alive in zip(rows, alive, strict=True)]
     if scope == "global":

@@ -171,6 +171,33 @@ def test_pruning_again_after_retraining():
     assert squares(model, *data()[0]) == loss
 
 
+def test_attention_is_left_out_and_trains_on():
+    """nn.MultiheadAttention reads the weight of its output projection without a call, so a mask there would break training."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.TransformerEncoderLayer(4, 2, 6, dropout=0, batch_first=True), nn.Linear(4, 2)).double()
+    batches = [(x[:, None], y[:, None]) for x, y in data()]
+    assert [module for module, _ in weights_of(model)] == [model[0].linear1, model[0].linear2, model[1]]
+    for sparsity in (0.25, 0.5):
+        prune_weights(saliency(model, batches, squares), sparsity)
+        for batch in batches:
+            squares(model, *batch).backward()
+
+
+def test_a_masked_weight_says_nothing_about_its_channel():
+    layer = nn.Linear(3, 2)
+    prune.custom_from_mask(layer, "weight", torch.tensor([[0.0, 1.0, 1.0], [1.0, 1.0, 1.0]]))
+    prune_channels({(layer, "weight"): torch.tensor([[torch.inf, 1.0, 1.0], [2.0, 2.0, 2.0]])}, 0.5)
+    assert layer.weight_mask.tolist() == [[0, 0, 0], [1, 1, 1]]
+
+
+def test_a_frozen_weight_is_named():
+    model = network()
+    model[2].requires_grad_(False)
+    with pytest.raises(ValueError, match=r"2\.weight is not a parameter of the model that requires gradients"):
+        saliency(model, data(), squares)
+    assert len(saliency(model, data(), squares, places=[weights_of(model)[0]])) == 1
+
+
 def test_refusals():
     model = network()
     scores = saliency(model, data(), squares)
