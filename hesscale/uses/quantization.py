@@ -18,7 +18,8 @@ BITS = (2, 3, 4, 5, 6, 7, 8)
 def rounded(weight: Tensor, bits: int) -> Tensor:
     """The nearest of 2^bits − 1 evenly spaced values from −max|w| to max|w|, zero among them.
 
-    The maximum is over each entry of the first dimension: an output channel, or an input channel of a transposed convolution.
+    Each entry of the first dimension has its own maximum: an output channel, or an input channel of a transposed convolution. A
+    vector, such as a bias, has one maximum.
 
     Example:
         >>> import torch
@@ -58,10 +59,12 @@ def costs(
         if name not in diagonals or diagonals[name].shape != w.shape:
             met = f"one of shape {tuple(diagonals[name].shape)}" if name in diagonals else "none"
             raise ValueError(f"the weight {name} has shape {tuple(w.shape)} and needs a diagonal of that shape; there is {met}")
-    return {
-        name: {b: float((diagonals[name] * (rounded(w, b) - w).square()).double().sum() / 2) for b in bits}
-        for name, w in weights.items()
-    }
+    return {name: {b: cost(w, diagonals[name], b) for b in bits} for name, w in weights.items()}
+
+
+def cost(w: Tensor, diagonal: Tensor, bits: int) -> float:
+    change = (rounded(w, bits) - w).to(torch.promote_types(w.dtype, torch.float32))  # its square may be too small for float16
+    return float((diagonal * change.square()).double().sum() / 2)
 
 
 def allocate(found: Mapping[str, Mapping[int, float]], sizes: Mapping[str, int], budget: float) -> dict[str, int]:
@@ -81,8 +84,11 @@ def allocate(found: Mapping[str, Mapping[int, float]], sizes: Mapping[str, int],
         {'a': 4, 'b': 2}
     """
     for name, options in found.items():
-        if not all(math.isfinite(cost) for cost in options.values()):
-            raise ValueError(f"the costs of {name} are not all finite: {dict(options)}")
+        if not all(math.isfinite(cost) and cost >= 0 for cost in options.values()):
+            raise ValueError(
+                f"the costs of {name} must be finite and not negative, but are {dict(options)}; "
+                "compute them from a diagonal that is never negative, such as HesScaleGN"
+            )
     chosen = {name: min(options) for name, options in found.items()}
     room = budget * sum(sizes[name] for name in found) - sum(sizes[name] * bits for name, bits in chosen.items())
     if room < 0:

@@ -36,6 +36,13 @@ def test_rounding_in_half_precision(dtype):
     assert rounded(w[:, :0], 4).shape == (5, 0)
 
 
+def test_costs_of_small_weights_in_half_precision():
+    """The squares of their changes are below the smallest number of float16."""
+    w = (1e-3 * torch.randn(5, 70, generator=torch.Generator().manual_seed(0))).to(torch.float16)
+    found, single = (costs({"weight": w.to(dtype)}, {"weight": torch.ones(5, 70)}, (4,)) for dtype in (w.dtype, torch.float32))
+    assert found["weight"][4] == pytest.approx(single["weight"][4], rel=0.01)
+
+
 def test_costs_are_the_true_rise_of_a_separable_quadratic_loss():
     """Squared error of a linear layer on one-hot inputs, in the minimum."""
     layer, x = nn.Linear(4, 3, bias=False).double(), torch.eye(4, dtype=torch.float64) * torch.tensor([1.0, 2.0, 3.0, 4.0])
@@ -77,8 +84,9 @@ def test_what_does_not_belong_together_is_refused():
         costs({"weight": torch.ones(2, 3)}, {"weight": torch.ones(1, 3)})
     with pytest.raises(ValueError, match="there is none"):
         costs({"weight": torch.ones(2, 3)}, {"bias": torch.ones(3)})
-    with pytest.raises(ValueError, match="costs of a are not all finite"):
-        allocate({"a": {2: float("nan"), 4: 1.0}}, {"a": 3}, 8)
+    for bad in (float("nan"), float("inf"), -1.0):
+        with pytest.raises(ValueError, match="costs of a must be finite and not negative"):
+            allocate({"a": {2: bad, 4: 1.0}}, {"a": 3}, 8)
 
 
 def test_unknown_names_are_refused():
