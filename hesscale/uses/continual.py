@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import NonFiniteError
 from ..estimators import estimate
 from .derivatives import LossFunction, losses, trained, undisturbed, zeros
 from .gauss_newton import METHODS, check_method, gauss_newton
@@ -62,7 +63,11 @@ def importance(
             for sum_, diagonal in zip(total.values(), diagonals(loss, list(params.values())), strict=True):
                 sum_.add_(diagonal, alpha=size)
             examples += size
-    return {name: sum_ / examples for name, sum_ in total.items()}
+    found = {name: sum_ / examples for name, sum_ in total.items()}
+    for name, mean in found.items():
+        if not mean.isfinite().all():
+            raise NonFiniteError(f"the importance of {name} is not finite; look for non-finite losses, parameters or inputs")
+    return found
 
 
 class EWC:
