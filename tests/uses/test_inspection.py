@@ -167,6 +167,19 @@ def test_everything_is_restored(training):
     assert model.training
 
 
+def test_remarks_name_the_worst_first_and_not_all():
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(8)], nn.ReLU()).double()
+    with torch.no_grad():
+        model[7].bias.fill_(-100)[0] = 100
+    report = hesscale.inspect(model, batches_of((6,), 4, classes=4), cross_entropy, num_samples=0, max_step=0)
+    dead, long = report.remarks
+    assert dead.endswith("7.weight (3 of 4), 7.bias (3 of 4).")
+    shares = {row["parameter"]: row["long_steps"] for row in report.rows}
+    named = [name.split()[0] for name in long.split(": ")[1].split(", ")]
+    assert named == sorted(shares, key=lambda name: -shares[name])[:10]
+    assert long.endswith(" and 6 more.")
+
+
 def test_it_fits_eighty_columns():
     model = nn.Sequential()
     inner = nn.Sequential(nn.Conv2d(1, 200, 3), nn.ReLU(), nn.Flatten(), nn.Linear(200, 3))
