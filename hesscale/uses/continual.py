@@ -66,7 +66,7 @@ def importance(
     found = {name: sum_ / examples for name, sum_ in total.items()}
     for name, mean in found.items():
         if not mean.isfinite().all():
-            raise NonFiniteError(f"the importance of {name} is not finite; look for non-finite losses, parameters or inputs")
+            raise NonFiniteError(f"the importance of {name} is not finite, although the loss is")
     return found
 
 

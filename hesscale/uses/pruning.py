@@ -25,7 +25,8 @@ def weights_of(model: nn.Module) -> list[Place]:
     """The weights of linear layers and convolutions.
 
     The output projection of ``nn.MultiheadAttention`` is left out. The attention reads its weight without calling the layer, so
-    that the mask of :mod:`torch.nn.utils.prune` would not follow training.
+    that the mask of :mod:`torch.nn.utils.prune` would not follow training. Layers of other types, such as ``Conv1D`` of
+    transformers, are left out too. Pass them to :func:`saliency` as ``places``.
 
     Example:
         >>> from torch import nn
@@ -133,7 +134,9 @@ def prune_channels(scores: Mapping[Place, Tensor], sparsity: float, *, scope: st
     """
     check(scores, sparsity, scope)
     masks = [mask_of(place) for place in scores]
-    dims = [output_dim(module) if dim is None else dim % mask.dim() for (module, _), mask in zip(scores, masks, strict=True)]
+    dims = [output_dim(module) if dim is None else dim for module, _ in scores]
+    if any(not -mask.dim() <= d < mask.dim() for mask, d in zip(masks, dims, strict=True)):
+        raise ValueError(f"dim={dim} is not a dimension of all of the weights, which have {[mask.dim() for mask in masks]}")
     rows = [
         score.masked_fill(mask == 0, 0).movedim(d, 0).flatten(1)
         for score, mask, d in zip(scores.values(), masks, dims, strict=True)
@@ -145,7 +148,7 @@ def prune_channels(scores: Mapping[Place, Tensor], sparsity: float, *, scope: st
             if is_alive.any():
                 total[total.argmax()] = torch.inf
     kept = keep(ranked, sparsity, scope)
-    shapes = [[-1 if k == d else 1 for k in range(mask.dim())] for mask, d in zip(masks, dims, strict=True)]
+    shapes = [[-1 if k == d % mask.dim() else 1 for k in range(mask.dim())] for mask, d in zip(masks, dims, strict=True)]
     apply(scores, [mask * k.view(shape) for mask, k, shape in zip(masks, kept, shapes, strict=True)])
 
 

@@ -128,8 +128,13 @@ class TestImportance:
         torch.testing.assert_close(found["weight"].mean(), torch.tensor(800.0, dtype=torch.float32), rtol=0.1, atol=0)
 
     def test_that_is_not_finite_raises(self):
-        with pytest.raises(hesscale.NonFiniteError, match=r"the importance of 0\.weight is not finite"):
-            importance(network(), [(torch.full((2, 4), torch.nan), torch.zeros(2, dtype=torch.int64))], mean_loss)
+        y = torch.zeros(2, dtype=torch.int64)
+        with pytest.raises(hesscale.NonFiniteError, match="the loss of batch 1 is not finite: nan"):
+            importance(network(), [(torch.ones(2, 4), y), (torch.full((2, 4), torch.nan), y)], mean_loss)
+        with pytest.raises(hesscale.NonFiniteError, match="the loss of batch 0 is not finite: nan"):
+            importance(network(), [(torch.ones(2, 4), y - 100)], mean_loss)  # all labels ignored: gradients are zero
+        with pytest.raises(hesscale.NonFiniteError, match="the importance of weight is not finite"):
+            importance(nn.Linear(2, 1, bias=False), [torch.zeros(2, 2)], lambda model, x: model(x).square().sum().sqrt())
 
     def test_errors(self):
         model = network()

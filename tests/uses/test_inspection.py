@@ -206,7 +206,17 @@ def test_batches_that_are_not_tuples_and_the_most_batches():
         ({"method": "diagonal"}, ValueError, "no estimator is called 'diagonal'"),
         ({"num_samples": -1}, ValueError, "at least 0, not -1"),
         ({"loader": []}, ValueError, "no batches"),
-        ({"loss_fn": lambda model, x, y: cross_entropy(model, x, y) * float("inf")}, FloatingPointError, "not finite"),
+        (
+            {"loss_fn": lambda model, x, y: cross_entropy(model, x, y) * float("inf")},
+            hesscale.NonFiniteError,
+            "batch 0 is .* inf",
+        ),
+        ({"loss_fn": lambda model, x, y: cross_entropy(model, x, 0 * y - 100)}, hesscale.NonFiniteError, "batch 0 is .* nan"),
+        (
+            {"loss_fn": lambda model, x, y: (0 * model(x)).square().sum().sqrt()},
+            hesscale.NonFiniteError,
+            "respect to 0.weight are not finite",
+        ),
         (
             {"loss_fn": lambda model, x, y: CubeSum.apply(model(x)), "method": "exact"},
             hesscale.UnsupportedOperator,

@@ -112,7 +112,7 @@ def test_channels_of_all_layers_and_inputs():
     kept = torch.cat([model[k].weight_mask.flatten(1).any(1) for k in (0, 2)])
     assert kept.sum() == 5
     assert sums[kept].min() > sums[~kept].max()
-    prune_channels({(model[5], "weight"): torch.arange(32.0).view(2, 16)}, 0.25, dim=1)
+    prune_channels({(model[5], "weight"): torch.arange(32.0).view(2, 16)}, 0.25, dim=-1)
     assert model[5].weight_mask[0].tolist() == [0] * 4 + [1] * 12
     layers = [nn.Linear(2, 3), nn.Linear(2, 3)]
     prune_channels({(layers[0], "weight"): torch.ones(3, 2), (layers[1], "weight"): torch.zeros(3, 2)}, 0.5)
@@ -212,6 +212,9 @@ def test_refusals():
     ):
         with pytest.raises(ValueError, match=words):
             prune_weights(given, sparsity, scope=scope)
+    for dim in (2, -3):
+        with pytest.raises(ValueError, match=f"dim={dim} is not a dimension"):
+            prune_channels({place: scores[place]}, 0.5, dim=dim)
     tied = nn.Linear(4, 6)
     tied.weight = model[0].weight
     with pytest.raises(ValueError, match="share one parameter"):
