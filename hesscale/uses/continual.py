@@ -1,4 +1,4 @@
-"""Elastic weight consolidation: a penalty that holds the parameters that mattered to earlier tasks where they were."""
+"""Elastic weight consolidation: a penalty that keeps parameters that matter to earlier tasks near their values."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def importance(
 
     Args:
         loader: batches. A tuple or list is unpacked, anything else is one argument; tensors move to the model's device.
-        loss_fn: ``loss_fn(model, *batch)``, the mean loss of a batch. A batch counts by its examples: the length of its first
-            tensor.
+        loss_fn: ``loss_fn(model, *batch)``, the mean loss of a batch. Batches are weighted by their numbers of examples: the
+            lengths of their first tensors.
         method: ``"hesscale_gn"``; ``"ggn"`` (exact), ``"ggn_mc"`` or ``"ggn_mc_per_sample"`` for the Gauss-Newton diagonal; or
             ``"empirical_fisher"`` for the mean of each sample's own squared gradient.
         num_samples: how many draws the random methods and the calibration average for each batch.
@@ -82,7 +82,7 @@ class EWC:
     latest task, and F ← γ F + F_t.
 
     Args:
-        model: whose parameters that require gradients are held.
+        model: its parameters that require gradients are held.
         decay: γ, from 0 to 1; None for a term per task.
 
     Example:

@@ -69,12 +69,14 @@ def mean_derivatives(
 ) -> Averages:
     """The gradient and a curvature diagonal of the mean loss, for each parameter that requires gradients.
 
-    A batch counts by its examples, whose number is the length of its first tensor. The model is in evaluation mode meanwhile.
-    Afterwards its modes, its buffers and torch's random number generators are as before. No ``.grad`` or ``hess_diag`` changes.
+    Batches are weighted by their numbers of examples: the lengths of their first tensors. The model is in evaluation mode
+    meanwhile. Afterwards its modes, its buffers and torch's random number generators are as before. No ``.grad`` or
+    ``hess_diag`` changes.
 
     Args:
         loader: batches. A tuple or list is unpacked, anything else is one argument; tensors move to the model's device.
-        loss_fn: ``loss_fn(model, *batch)``, the mean loss of a batch.
+        loss_fn: ``loss_fn(model, *batch)``, the mean loss of a batch. A sum over examples would give large batches too
+            much weight.
         method: one of :func:`hesscale.estimators.names`.
         num_samples: draws of ``ggn_mc`` per batch, which compare the sum of HesScaleGN with an unbiased one; 0 for no comparison.
             A random method averages as many draws of its own, and one for 0.

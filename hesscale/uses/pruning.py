@@ -52,7 +52,8 @@ def saliency(
     The result can be the ``importance_scores`` of :func:`torch.nn.utils.prune.global_unstructured`. That function ranks by
     magnitude, so it needs scores that are not negative, as those of HesScaleGN without the gradient term.
 
-    If other modules share a weight, its score is for a zero in all of them, but torch masks it in the module of ``places`` only.
+    If several modules share a weight, its score is that of a zero in all of them. :mod:`torch.nn.utils.prune` masks it only in
+    the module that ``places`` names.
 
     Args:
         places: modules with the names of their parameters; :func:`weights_of` the model by default.
@@ -90,8 +91,8 @@ def saliency(
 def prune_weights(scores: Mapping[Place, Tensor], sparsity: float, *, scope: str = "global") -> None:
     """Mask the weights with the lowest scores, until a share ``sparsity`` of all weights is zero.
 
-    Weights that are masked already stay so and count. The masks are those of :mod:`torch.nn.utils.prune`, whose ``remove`` makes
-    them permanent.
+    Weights that are already masked stay masked, and count towards the share. The masks are those of
+    :mod:`torch.nn.utils.prune`, whose ``remove`` makes them permanent.
 
     Args:
         scores: as :func:`saliency` returns them. Weights with a score of infinity stay in any case.

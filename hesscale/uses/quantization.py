@@ -1,4 +1,4 @@
-"""Bits per layer: weights that bend the loss more are rounded more finely.
+"""Bits per layer: weights with more curvature are rounded more finely.
 
 To second order and in a minimum, a change of a weight by Δ raises the loss by ½ h Δ². :func:`costs` sums this over each layer for
 several numbers of bits, :func:`allocate` chooses the bits of all layers under a budget, and :func:`quantize` rounds.
@@ -28,7 +28,7 @@ def rounded(weight: Tensor, bits: int) -> Tensor:
         tensor([[ 1.,  1.,  0., -1.]])
     """
     if bits < 2:
-        raise ValueError(f"the values are −1, 0 and 1 times a step at least, which takes 2 bits, not {bits}")
+        raise ValueError(f"rounding takes at least 2 bits, for −1, 0 and 1 times a step, not {bits}")
     levels = 2 ** (bits - 1) - 1
     if not weight.numel():
         return weight
@@ -70,8 +70,8 @@ def cost(w: Tensor, diagonal: Tensor, bits: int) -> float:
 def allocate(found: Mapping[str, Mapping[int, float]], sizes: Mapping[str, int], budget: float) -> dict[str, int]:
     """The bits of each weight, so that they take at most ``budget`` bits on average and the sum of costs is low.
 
-    All begin with the fewest bits. Then the step to more bits that lowers the costs most for its size is taken, again and again,
-    as long as one fits. A step may skip numbers of bits that do not help.
+    The choice is greedy. Every weight starts with its fewest bits. Then the increase that lowers the cost most per bit of size
+    is made, again and again, as long as one fits the budget. An increase may skip numbers of bits that do not help.
 
     Args:
         found: costs, as from :func:`costs`.
