@@ -201,7 +201,7 @@ def figure(found: dict[str, Any]) -> Figure:
                     dash = (
                         (0, (3, 3)) if criterion == "½ h w², HesScale" else "-"
                     )  # with ReLU, this line lies on that of HesScaleGN
-                    axes.plot(x, means, dash, marker=".", color=colour, linewidth=1.4, label=criterion)
+                    axes.plot(x, means, linestyle=dash, marker=".", color=colour, linewidth=1.4, label=criterion)
             axes.set(xlabel="weights that are zero, %", ylabel="test accuracy, %", ylim=(0, None))
             axes.set(
                 title=f"{case.source.title}\n{TITLES[mode]}",
