@@ -122,7 +122,8 @@ def prune_channels(scores: Mapping[Place, Tensor], sparsity: float, *, scope: st
         scores: as :func:`saliency` returns them. Leave out the layer that makes the outputs.
         sparsity: from 0 to 1.
         scope: ``"global"`` or ``"layer"``, as in :func:`prune_weights`.
-        dim: the dimension of the channels; None for the outputs of a layer: 1 for transposed convolutions, and 0 for others.
+        dim: the dimension of the channels. None is for the outputs of linear layers and convolutions: 1 for transposed
+            convolutions, and 0 for others.
 
     Example:
         >>> import torch
@@ -155,6 +156,8 @@ def prune_channels(scores: Mapping[Place, Tensor], sparsity: float, *, scope: st
 
 def output_dim(module: nn.Module) -> int:
     """The dimension of a weight that has the layer's outputs."""
+    if not isinstance(module, LAYERS):
+        raise ValueError(f"which dimension of its weight has the outputs of {type(module).__name__} is not known; pass dim=")
     if not isinstance(module, TRANSPOSED):
         return 0
     if module.groups > 1:

@@ -133,6 +133,15 @@ def test_channels_of_transposed_convolutions_are_outputs():
     assert not grouped.weight_mask[:, 1].any()
 
 
+def test_channels_of_other_layers_need_a_dimension():
+    """The Conv1D of transformers has its outputs in the second dimension."""
+    layer = nn.Bilinear(2, 2, 3)
+    with pytest.raises(ValueError, match="outputs of Bilinear is not known; pass dim="):
+        prune_channels({(layer, "weight"): torch.ones(3, 2, 2)}, 0.5)
+    prune_channels({(layer, "weight"): torch.arange(12.0).view(3, 2, 2)}, 1 / 3, dim=0)
+    assert layer.weight_mask.flatten(1).any(1).tolist() == [False, True, True]
+
+
 def test_channels_that_are_gone_count():
     layers = [nn.Linear(2, 3), nn.Linear(2, 3)]
     prune.custom_from_mask(layers[0], "weight", torch.zeros(3, 2))
