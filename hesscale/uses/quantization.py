@@ -29,6 +29,8 @@ def rounded(weight: Tensor, bits: int) -> Tensor:
     """
     if bits < 2:
         raise ValueError(f"rounding takes at least 2 bits, for −1, 0 and 1 times a step, not {bits}")
+    if not weight.isfinite().all():
+        raise ValueError("a weight to be rounded has entries that are not finite, and would become NaN")
     levels = 2 ** (bits - 1) - 1
     if not weight.numel():
         return weight
@@ -83,6 +85,8 @@ def allocate(found: Mapping[str, Mapping[int, float]], sizes: Mapping[str, int],
         >>> allocate({"a": {2: 8.0, 4: 1.0}, "b": {2: 0.2, 4: 0.1}}, {"a": 10, "b": 10}, budget=3)
         {'a': 4, 'b': 2}
     """
+    if missing := found.keys() - sizes.keys():
+        raise ValueError(f"there are costs, but no sizes, of {', '.join(sorted(missing))}")
     for name, options in found.items():
         if not all(math.isfinite(cost) and cost >= 0 for cost in options.values()):
             raise ValueError(
@@ -123,5 +127,6 @@ def quantize(model: nn.Module, bits: Mapping[str, int]) -> None:
     params = dict(model.named_parameters())
     if missing := bits.keys() - params.keys():
         raise ValueError(f"the model has no parameters {', '.join(sorted(missing))}")
-    for name, b in bits.items():
-        params[name].copy_(rounded(params[name], b))
+    changed = {name: rounded(params[name], b) for name, b in bits.items()}  # all before the first is changed: one may raise
+    for name, value in changed.items():
+        params[name].copy_(value)

@@ -85,8 +85,20 @@ def test_what_does_not_belong_together_is_refused():
     with pytest.raises(ValueError, match="there is none"):
         costs({"weight": torch.ones(2, 3)}, {"bias": torch.ones(3)})
     for bad in (float("nan"), float("inf"), -1.0):
+        with pytest.raises(ValueError, match="no sizes, of a"):
+            allocate({"a": {2: bad, 4: 1.0}}, {"b": 3}, 8)
         with pytest.raises(ValueError, match="costs of a must be finite and not negative"):
             allocate({"a": {2: bad, 4: 1.0}}, {"a": 3}, 8)
+
+
+def test_quantize_changes_nothing_if_it_raises():
+    for bits, value, words in ((1, 0.0, "at least 2 bits"), (4, float("inf"), "not finite"), (4, float("nan"), "not finite")):
+        model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+        model[1].weight.data[0, 0] = value
+        before = model[0].weight.detach().clone()
+        with pytest.raises(ValueError, match=words):
+            quantize(model, {"0.weight": 4, "1.weight": bits})
+        assert torch.equal(model[0].weight, before)
 
 
 def test_unknown_names_are_refused():
