@@ -41,7 +41,8 @@ def importance(
         method: ``"hesscale_gn"``; ``"ggn"`` (exact), ``"ggn_mc"`` or ``"ggn_mc_per_sample"`` for the Gauss-Newton diagonal; or
             ``"empirical_fisher"`` for the mean of each sample's own squared gradient.
         num_samples: how many draws the random methods and the calibration average for each batch.
-        calibrate: scale HesScaleGN so that its sum over each parameter and batch is that of a Monte-Carlo estimate.
+        calibrate: scale HesScaleGN so that its sum over each parameter and batch is that of a Monte-Carlo estimate. Advised for
+            convolutional networks, in whose first layers HesScaleGN is far too small.
         generator: random number generator of the draws; None for torch's default generator.
 
     Example:
