@@ -43,8 +43,8 @@ DEGREES = 30  # between tasks
 BATCH = 64
 IMPORTANCE_BATCH = 32
 TUNING_SEEDS = (1000, 1001)
-LAMBDAS = [3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0]
-LAMBDAS_OF_ONES = [0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0]
+LAMBDAS = [0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0]
+LAMBDAS_OF_ONES = [0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0]
 Batches = DataLoader[tuple[Tensor, ...]]
 
 

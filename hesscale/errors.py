@@ -15,7 +15,7 @@ class CurvatureWarning(UserWarning):
 
 
 class NonFiniteError(FloatingPointError):
-    """A gradient or Hessian diagonal is not finite, and the optimizer has skipped the step."""
+    """A gradient or Hessian diagonal is not finite. If an optimizer raised this error, it has skipped the step."""
 
 
 class CompileWarning(UserWarning):

@@ -9,7 +9,7 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import length_hint
 from pathlib import Path
 from typing import Any
@@ -33,13 +33,27 @@ Made = tuple[nn.Module, Iterable[Any], Callable[..., Tensor]]  # a model, its ba
 
 EXAMPLE, EXAMPLE_BATCHES, EXAMPLE_BATCH = "digits-tanh", 18, 64
 DECADES = 4  # of a figure's axis, on both sides of zero
+NOTES = {
+    "The diagonal h": "The mean and quantiles of the entries of h, and the shares of entries that are negative or zero.",
+    "Gradients and steps": "‖g‖ is the norm of the gradient. |g/h| is the length of a Newton step: the median over entries with "
+    "a gradient. Too long is the share of entries with |g| > {max_step:g} |h|. Dead units are outputs of a weight, or entries of "
+    "a vector, with neither gradient nor curvature on any batch. GGN ÷ HesScaleGN is the sum of the Gauss-Newton diagonal, "
+    "estimated by random draws, as a multiple of the sum of HesScaleGN; ± is its standard error over batches. Do not compare h "
+    "between parameters whose multiples differ.",
+    "Largest entry of h of each parameter": "Where h is largest, with the gradient and the value of the parameter there.",
+}
+CANNOT_REPEAT = (
+    "the loader can be read only once; to train and inspect again, return one that can be read several times, such as a list "
+    "or a DataLoader, or pass --steps 0"
+)
 STYLE = """
 body { margin: 2rem auto; padding: 0 1rem; max-width: 62rem; font: 16px/1.5 system-ui, sans-serif; color: #222; }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .2rem .9rem .2rem 0; text-align: right; border-bottom: 1px solid #e4e4e4; }
+th, td { padding: .2rem .9rem .2rem 0; text-align: right; white-space: nowrap; border-bottom: 1px solid #e4e4e4; }
 th:first-child, td:first-child { text-align: left; }
 .wide { overflow-x: auto; }
-svg { max-width: 100%; height: auto; }
+.note { font-size: .9rem; color: #555; }
+code { overflow-wrap: anywhere; }
 """
 
 
@@ -65,19 +79,30 @@ def made_by(factory: str) -> Made:
 
 
 def train(made: Made, steps: int, step_size: float) -> None:
-    """Steps of AdaHesScale, over the batches again and again."""
+    """Steps of AdaHesScale."""
     model, loader, loss_fn = made
     optimizer = AdaHesScale([p for p in model.parameters() if p.requires_grad], lr=step_size)
     was_training = model.training
     model.train()
     device = next(model.parameters()).device
-    epochs = itertools.chain.from_iterable(itertools.repeat(loader))
-    for batch in itertools.islice(epochs, steps):
-        arguments, _ = arguments_of(batch, device)
+    for arguments in itertools.islice(endless(loader, device), steps):
         optimizer.zero_grad()
         optimizer.backward(loss_fn(model, *arguments))
         optimizer.step()
     model.train(was_training)
+
+
+def endless(loader: Iterable[Any], device: torch.device) -> Iterator[tuple[Any, ...]]:
+    """The arguments of each batch that is not empty, over the batches again and again."""
+    while True:
+        is_empty = True
+        for batch in loader:
+            arguments, size = arguments_of(batch, device)
+            if size:
+                is_empty = False
+                yield arguments
+        if is_empty:
+            raise ValueError(CANNOT_REPEAT)
 
 
 def with_progress(loader: Iterable[Any], max_batches: int | None) -> Iterable[Any]:
@@ -90,50 +115,70 @@ def with_progress(loader: Iterable[Any], max_batches: int | None) -> Iterable[An
 
 def page_of(reports: Mapping[str, CurvatureReport], title: str, command: str) -> str:
     """A page of HTML that needs no other file."""
-    parts = [section(name, report) for name, report in reports.items()]
-    return (
-        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{html.escape(title)}</title>\n'
-        f"<style>{STYLE}</style>\n</head>\n<body>\n<h1>{html.escape(title)}</h1>\n"
-        f"<p>Written by <code>{html.escape(command)}</code>. All numbers: "
-        f'<a href="curvature.json">curvature.json</a>.</p>\n{svg(figure(reports))}\n{"".join(parts)}</body>\n</html>\n'
-    )
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{html.escape(title)}</title>
+<style>{STYLE}</style>
+</head>
+<body>
+<h1>{html.escape(title)}</h1>
+<p>Written by <code>{html.escape(command)}</code>. All numbers: <a href="curvature.json">curvature.json</a>.</p>
+<div class="wide">{svg(figure(reports))}</div>
+{"".join(section(name, report) for name, report in reports.items())}</body>
+</html>
+"""
 
 
 def section(name: str, report: CurvatureReport) -> str:
     remarks = "".join(f"<p>{html.escape(remark)}</p>\n" for remark in report.remarks)
     tables = []
     for title, header, rows in report.tables():
+        note = html.escape(NOTES[title].format(max_step=report.max_step))
         head = "".join(f'<th scope="col">{html.escape(cell)}</th>' for cell in header)
         body = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>\n" for row in rows)
-        tables.append(f'<h3>{html.escape(title)}</h3>\n<div class="wide"><table>\n<tr>{head}</tr>\n{body}</table></div>\n')
+        tables.append(
+            f'<h3>{html.escape(title)}</h3>\n<p class="note">{note}</p>\n'
+            f'<div class="wide"><table>\n<tr>{head}</tr>\n{body}</table></div>\n'
+        )
     summary = f"Method {report.method}, {report.examples} examples, mean loss {report.loss:.4g}."
     return f"<h2>{html.escape(name)}</h2>\n<p>{summary}</p>\n{remarks}{''.join(tables)}"
 
 
 def figure(reports: Mapping[str, CurvatureReport]) -> Figure:
-    """Above: the quantiles of h by parameter. Below: the Gauss-Newton diagonal as a multiple of HesScaleGN."""
+    """By parameter: quantiles of h, the share of steps that are too long, and the Gauss-Newton diagonal ÷ HesScaleGN."""
     names = [row["parameter"] for row in next(iter(reports.values())).rows]
-    result = Figure(figsize=(max(7.0, 1.5 + 0.45 * len(names)), 6.5), layout="constrained")
-    diagonals, ratios = result.subplots(2, 1, sharex=True)
+    result = Figure(figsize=(max(5.0, 1.5 + 0.45 * len(names)), 8), layout="constrained")
+    diagonals, steps, ratios = result.subplots(3, 1, sharex=True, height_ratios=(3, 2, 2))
     largest = 0.0
     for number, (label, report) in enumerate(reports.items()):
+        style = {"fmt": "o", "color": f"C{number}", "markersize": 4}
         x = [k + 0.25 * (number - (len(reports) - 1) / 2) for k in range(len(names))]
         low, middle, high = ([row[f"quantile_{q}"] for row in report.rows] for q in ("0.05", "0.5", "0.95"))
         diagonals.vlines(x, low, high, color=f"C{number}", linewidth=2)
-        diagonals.plot(x, middle, "o", color=f"C{number}", markersize=4, label=label)
+        diagonals.errorbar(x, middle, label=label, **style)
         largest = max([largest, *map(abs, low), *map(abs, high)])
-        known = [(a, row["ggn_ratio"]) for a, row in zip(x, report.rows, strict=True) if (row["ggn_ratio"] or 0) > 0]
-        ratios.plot([a for a, _ in known], [ratio for _, ratio in known], "o", color=f"C{number}", markersize=4)
-    diagonals.set_yscale("symlog", linthresh=(largest or 1.0) * 10**-DECADES)
+        steps.errorbar(x, [100 * row["long_steps"] for row in report.rows], **style)
+        known = [(a, row) for a, row in zip(x, report.rows, strict=True) if (row["ggn_ratio"] or 0) > 0]
+        if known:
+            errors = [row["ggn_ratio_error"] or 0 for _, row in known]
+            ratios.errorbar([a for a, _ in known], [row["ggn_ratio"] for _, row in known], errors, **style)
+    diagonals.set_yscale("symlog", linthresh=10.0 ** (math.ceil(math.log10(largest or 1)) - DECADES))
     diagonals.set_ylabel("h: median, 5 % to 95 %")
+    steps.set(ylabel="steps too long, %", ylim=(-5, 105))
     ratios.set_yscale("log")
     ratios.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     ratios.yaxis.set_major_formatter("{x:g}")
     ratios.yaxis.set_minor_locator(NullLocator())
     ratios.axhline(1, color="black", linewidth=0.6)
-    ratios.set_ylabel("Gauss-Newton ÷ HesScaleGN")
+    ratios.set_ylabel("GGN ÷ HesScaleGN")
     ratios.set_xticks(range(len(names)), names, rotation=60, ha="right", rotation_mode="anchor")
-    result.legend(loc="outside upper right", ncols=len(reports), frameon=False)
+    if not ratios.containers:
+        ratios.text(0.5, 0.6, "not measured", ha="center", transform=ratios.transAxes)
+    ratios.set_xlim(-0.6, len(names) - 0.4)
+    result.legend(loc="outside upper left", ncols=len(reports), frameon=False)
     return result
 
 
@@ -166,6 +211,8 @@ def inspect_and_write(
 ) -> dict[str, CurvatureReport]:
     """Inspect, train and inspect again, as far as ``steps`` asks for it; write ``out``/index.html and curvature.json."""
     made = made_by(factory) if factory else example()
+    if steps and isinstance(made[1], Iterator):
+        raise ValueError(CANNOT_REPEAT)
 
     def report() -> CurvatureReport:
         model, loader, loss_fn = made

@@ -1,4 +1,4 @@
-"""What a Hessian diagonal is for besides optimization: a look at a network's curvature, pruning, quantization and others.
+"""Uses of a Hessian diagonal besides optimization: inspecting curvature, pruning, quantization and others.
 
 Each module is built on the public functions of this package alone. :mod:`hesscale.uses.laplace` needs laplace-torch, and is
 imported by itself.

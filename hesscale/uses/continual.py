@@ -1,4 +1,4 @@
-"""Elastic weight consolidation: a penalty that holds the parameters that mattered to earlier tasks where they were."""
+"""Elastic weight consolidation: a penalty that keeps parameters that matter to earlier tasks near their values."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import NonFiniteError
 from ..estimators import estimate
 from .derivatives import LossFunction, losses, trained, undisturbed, zeros
 from .gauss_newton import METHODS, check_method, gauss_newton
@@ -35,12 +36,13 @@ def importance(
 
     Args:
         loader: batches. A tuple or list is unpacked, anything else is one argument; tensors move to the model's device.
-        loss_fn: ``loss_fn(model, *batch)``, the mean loss of a batch. A batch counts by its examples: the length of its first
-            tensor.
+        loss_fn: ``loss_fn(model, *batch)``, the mean loss of a batch. Batches are weighted by their numbers of examples: the
+            lengths of their first tensors.
         method: ``"hesscale_gn"``; ``"ggn"`` (exact), ``"ggn_mc"`` or ``"ggn_mc_per_sample"`` for the Gauss-Newton diagonal; or
             ``"empirical_fisher"`` for the mean of each sample's own squared gradient.
         num_samples: how many draws the random methods and the calibration average for each batch.
-        calibrate: scale HesScaleGN so that its sum over each parameter and batch is that of a Monte-Carlo estimate.
+        calibrate: scale HesScaleGN so that its sum over each parameter and batch is that of a Monte-Carlo estimate. Advised for
+            convolutional networks, in whose first layers HesScaleGN is far too small.
         generator: random number generator of the draws; None for torch's default generator.
 
     Example:
@@ -62,7 +64,11 @@ def importance(
             for sum_, diagonal in zip(total.values(), diagonals(loss, list(params.values())), strict=True):
                 sum_.add_(diagonal, alpha=size)
             examples += size
-    return {name: sum_ / examples for name, sum_ in total.items()}
+    found = {name: sum_ / examples for name, sum_ in total.items()}
+    for name, mean in found.items():
+        if not mean.isfinite().all():
+            raise NonFiniteError(f"the importance of {name} is not finite, although the loss is")
+    return found
 
 
 class EWC:
@@ -77,7 +83,7 @@ class EWC:
     latest task, and F ← γ F + F_t.
 
     Args:
-        model: whose parameters that require gradients are held.
+        model: its parameters that require gradients are held.
         decay: γ, from 0 to 1; None for a term per task.
 
     Example:

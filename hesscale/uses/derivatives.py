@@ -69,12 +69,14 @@ def mean_derivatives(
 ) -> Averages:
     """The gradient and a curvature diagonal of the mean loss, for each parameter that requires gradients.
 
-    A batch counts by its examples, whose number is the length of its first tensor. The model is in evaluation mode meanwhile.
-    Afterwards its modes, its buffers and torch's random number generators are as before. No ``.grad`` or ``hess_diag`` changes.
+    Batches are weighted by their numbers of examples: the lengths of their first tensors. The model is in evaluation mode
+    meanwhile. Afterwards its modes, its buffers and torch's random number generators are as before. No ``.grad`` or
+    ``hess_diag`` changes.
 
     Args:
         loader: batches. A tuple or list is unpacked, anything else is one argument; tensors move to the model's device.
-        loss_fn: ``loss_fn(model, *batch)``, the mean loss of a batch.
+        loss_fn: ``loss_fn(model, *batch)``, the mean loss of a batch. A sum over examples would give large batches too
+            much weight.
         method: one of :func:`hesscale.estimators.names`.
         num_samples: draws of ``ggn_mc`` per batch, which compare the sum of HesScaleGN with an unbiased one; 0 for no comparison.
             A random method averages as many draws of its own, and one for 0.
@@ -112,7 +114,7 @@ def mean_derivatives(
         factor = (1.0 if ratio.value is None else ratio.value) if calibrate else 1.0
         found[name] = Derivatives(gradient / examples, diagonal * (factor / examples), ratio.value, ratio.error)
         if not (found[name].gradient.isfinite().all() and found[name].diagonal.isfinite().all()):
-            raise NonFiniteError(f"the derivatives with respect to {name} are not finite; the loss is {total_loss / examples:g}")
+            raise NonFiniteError(f"the derivatives with respect to {name} are not finite, although the loss is")
     return Averages(found, total_loss / examples, examples, batches)
 
 
@@ -151,11 +153,14 @@ def losses(
             "Pass a function, such as lambda model, x, y: criterion(model(x), y)"
         )
     device, is_empty = next(iter(trained(model).values())).device, True
-    for batch in itertools.islice(loader, max_batches):
+    for number, batch in enumerate(itertools.islice(loader, max_batches)):
         arguments, size = arguments_of(batch, device)
         if size:
             is_empty = False
-            yield loss_fn(model, *arguments), size
+            loss = loss_fn(model, *arguments)
+            if isinstance(loss, Tensor) and not loss.isfinite().all():
+                raise NonFiniteError(f"the loss of batch {number} is not finite: {loss.detach().tolist()}")
+            yield loss, size
     if is_empty:
         raise ValueError("the loader has no batches, or they are empty; if it is an iterator, create a new one")
 

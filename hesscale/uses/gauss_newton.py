@@ -50,8 +50,9 @@ def gauss_newton(
 
 def factor(diagonal: Tensor, draw: Tensor) -> Tensor:
     """The ratio of the two sums, and 1 where the diagonal is zero."""
-    total = diagonal.sum()
-    return torch.where(total > 0, draw.sum() / total, 1)
+    dtype = torch.promote_types(diagonal.dtype, torch.float32)  # sums may be too large for float16
+    total = diagonal.sum(dtype=dtype)
+    return torch.where(total > 0, draw.sum(dtype=dtype) / total, 1)
 
 
 def check_method(method: str, calibrate: bool, methods: Sequence[str]) -> None:

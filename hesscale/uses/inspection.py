@@ -1,4 +1,4 @@
-"""A look at a network's curvature, parameter by parameter, over a data set."""
+"""A report on a network's curvature, parameter by parameter, over a data set."""
 
 from __future__ import annotations
 
@@ -27,12 +27,14 @@ def inspect(
 ) -> CurvatureReport:
     """A report on the Hessian diagonal h and the gradient g of the mean loss; ``print`` it for tables of 80 columns.
 
-    It has one row per parameter, with the mean and quantiles of h, the shares of h below and at zero, ‖g‖, units that are dead,
-    and steps g/|h| that are too long. HesScaleGN leaves out curvature that two or more numbers of a layer have together, and may
-    be far too small for it. So the report also has, for every parameter, the sum of the Gauss-Newton diagonal as a multiple of
-    HesScaleGN's. That sum is estimated without bias, from random draws.
+    It has one row for each parameter that requires gradients. A row has the mean and quantiles of h, the shares of entries that
+    are negative or zero, ‖g‖, the number of dead units, and the share of entries whose step g/|h| is too long.
 
-    The batches are read once, one at a time. The model is in evaluation mode meanwhile; everything that changes in the course is
+    HesScaleGN leaves out the curvature of pairs of activations, and so it may be far too small. The report shows by how much:
+    each row also has the sum of the Gauss-Newton diagonal as a multiple of HesScaleGN's sum. The first sum is an unbiased
+    estimate from random draws.
+
+    The batches are read once, one at a time. The model is in evaluation mode meanwhile. Everything that the pass changes is
     restored. For a progress bar, pass a loader that has one, such as ``tqdm(loader)``.
 
     Args:

@@ -21,8 +21,8 @@ class HesScaleGN(GGNInterface):
     regression. In the last layer the diagonal is exact. A posterior precision must be positive, and HesScaleGN is never negative
     for these likelihoods. HesScale can be, so it is not offered.
 
-    A reward model applies its last layer to two inputs whose outputs are compared. HesScaleGN leaves out what the two have
-    together, so choose another method for it.
+    With the likelihood "reward_modeling", the model is applied to two inputs whose outputs are compared. HesScaleGN is not
+    exact there even in the last layer, so choose another method.
 
     Options are given as ``backend_kwargs``; laplace-torch sets the other arguments.
 

@@ -24,13 +24,18 @@ LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, *TRANSPOSED)
 def weights_of(model: nn.Module) -> list[Place]:
     """The weights of linear layers and convolutions.
 
+    The output projection of ``nn.MultiheadAttention`` is left out. The attention reads its weight without calling the layer, so
+    that the mask of :mod:`torch.nn.utils.prune` would not follow training. Layers of other types, such as ``Conv1D`` of
+    transformers, are left out too. Pass them to :func:`saliency` as ``places``.
+
     Example:
         >>> from torch import nn
         >>> from hesscale.uses.pruning import weights_of
         >>> weights_of(nn.Sequential(nn.Linear(2, 3), nn.ReLU()))
         [(Linear(in_features=2, out_features=3, bias=True), 'weight')]
     """
-    return [(module, "weight") for module in model.modules() if isinstance(module, LAYERS)]
+    uncalled = {module.out_proj for module in model.modules() if isinstance(module, nn.MultiheadAttention)}
+    return [(module, "weight") for module in model.modules() if isinstance(module, LAYERS) and module not in uncalled]
 
 
 def saliency(
@@ -47,7 +52,8 @@ def saliency(
     The result can be the ``importance_scores`` of :func:`torch.nn.utils.prune.global_unstructured`. That function ranks by
     magnitude, so it needs scores that are not negative, as those of HesScaleGN without the gradient term.
 
-    If other modules share a weight, its score is for a zero in all of them, but torch masks it in the module of ``places`` only.
+    If several modules share a weight, its score is that of a zero in all of them. :mod:`torch.nn.utils.prune` masks it only in
+    the module that ``places`` names.
 
     Args:
         places: modules with the names of their parameters; :func:`weights_of` the model by default.
@@ -70,8 +76,10 @@ def saliency(
     for module, name in weights_of(model) if places is None else places:
         parameter = original(module, name)
         if names.get(id(parameter)) not in found:
+            path = next((path for path, other in model.named_modules() if other is module), type(module).__name__)
             raise ValueError(
-                f"{name} of {module} is not a parameter of the model that requires gradients; leave it out of places"
+                f"{f'{path}.{name}'.lstrip('.')} is not a parameter of the model that requires gradients, so it has no score; "
+                "pass places= without it"
             )
         derivatives = found[names[id(parameter)]]
         w = getattr(module, name).detach()
@@ -83,8 +91,8 @@ def saliency(
 def prune_weights(scores: Mapping[Place, Tensor], sparsity: float, *, scope: str = "global") -> None:
     """Mask the weights with the lowest scores, until a share ``sparsity`` of all weights is zero.
 
-    Weights that are masked already stay so and count. The masks are those of :mod:`torch.nn.utils.prune`, whose ``remove`` makes
-    them permanent.
+    Weights that are already masked stay masked, and count towards the share. The masks are those of
+    :mod:`torch.nn.utils.prune`, whose ``remove`` makes them permanent.
 
     Args:
         scores: as :func:`saliency` returns them. Weights with a score of infinity stay in any case.
@@ -114,7 +122,8 @@ def prune_channels(scores: Mapping[Place, Tensor], sparsity: float, *, scope: st
         scores: as :func:`saliency` returns them. Leave out the layer that makes the outputs.
         sparsity: from 0 to 1.
         scope: ``"global"`` or ``"layer"``, as in :func:`prune_weights`.
-        dim: the dimension of the channels; None for the outputs of a layer: 1 for transposed convolutions, and 0 for others.
+        dim: the dimension of the channels. None is for the outputs of linear layers and convolutions: 1 for transposed
+            convolutions, and 0 for others.
 
     Example:
         >>> import torch
@@ -127,8 +136,13 @@ def prune_channels(scores: Mapping[Place, Tensor], sparsity: float, *, scope: st
     """
     check(scores, sparsity, scope)
     masks = [mask_of(place) for place in scores]
-    dims = [output_dim(module) if dim is None else dim % mask.dim() for (module, _), mask in zip(scores, masks, strict=True)]
-    rows = [(score * mask).movedim(d, 0).flatten(1) for score, mask, d in zip(scores.values(), masks, dims, strict=True)]
+    dims = [output_dim(module) if dim is None else dim for module, _ in scores]
+    if any(not -mask.dim() <= d < mask.dim() for mask, d in zip(masks, dims, strict=True)):
+        raise ValueError(f"dim={dim} is not a dimension of all of the weights, which have {[mask.dim() for mask in masks]}")
+    rows = [
+        score.masked_fill(mask == 0, 0).movedim(d, 0).flatten(1)
+        for score, mask, d in zip(scores.values(), masks, dims, strict=True)
+    ]
     alive = [mask.movedim(d, 0).flatten(1).any(1) for mask, d in zip(masks, dims, strict=True)]
     ranked = [row.sum(1).masked_fill(~is_alive, -torch.inf) for row, is_alive in zip(rows, alive, strict=True)]
     if scope == "global":
@@ -136,12 +150,14 @@ def prune_channels(scores: Mapping[Place, Tensor], sparsity: float, *, scope: st
             if is_alive.any():
                 total[total.argmax()] = torch.inf
     kept = keep(ranked, sparsity, scope)
-    shapes = [[-1 if k == d else 1 for k in range(mask.dim())] for mask, d in zip(masks, dims, strict=True)]
+    shapes = [[-1 if k == d % mask.dim() else 1 for k in range(mask.dim())] for mask, d in zip(masks, dims, strict=True)]
     apply(scores, [mask * k.view(shape) for mask, k, shape in zip(masks, kept, shapes, strict=True)])
 
 
 def output_dim(module: nn.Module) -> int:
     """The dimension of a weight that has the layer's outputs."""
+    if not isinstance(module, LAYERS):
+        raise ValueError(f"which dimension of its weight has the outputs of {type(module).__name__} is not known; pass dim=")
     if not isinstance(module, TRANSPOSED):
         return 0
     if module.groups > 1:

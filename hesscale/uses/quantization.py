@@ -1,4 +1,4 @@
-"""Bits per layer: weights that bend the loss more are rounded more finely.
+"""Bits per layer: weights with more curvature are rounded more finely.
 
 To second order and in a minimum, a change of a weight by Δ raises the loss by ½ h Δ². :func:`costs` sums this over each layer for
 several numbers of bits, :func:`allocate` chooses the bits of all layers under a budget, and :func:`quantize` rounds.
@@ -18,7 +18,8 @@ BITS = (2, 3, 4, 5, 6, 7, 8)
 def rounded(weight: Tensor, bits: int) -> Tensor:
     """The nearest of 2^bits − 1 evenly spaced values from −max|w| to max|w|, zero among them.
 
-    The maximum is over each entry of the first dimension: an output channel, or an input channel of a transposed convolution.
+    Each entry of the first dimension has its own maximum: an output channel, or an input channel of a transposed convolution. A
+    vector, such as a bias, has one maximum.
 
     Example:
         >>> import torch
@@ -27,7 +28,9 @@ def rounded(weight: Tensor, bits: int) -> Tensor:
         tensor([[ 1.,  1.,  0., -1.]])
     """
     if bits < 2:
-        raise ValueError(f"the values are −1, 0 and 1 times a step at least, which takes 2 bits, not {bits}")
+        raise ValueError(f"rounding takes at least 2 bits, for −1, 0 and 1 times a step, not {bits}")
+    if not weight.isfinite().all():
+        raise ValueError("a weight to be rounded has entries that are not finite, and would become NaN")
     levels = 2 ** (bits - 1) - 1
     if not weight.numel():
         return weight
@@ -58,17 +61,19 @@ def costs(
         if name not in diagonals or diagonals[name].shape != w.shape:
             met = f"one of shape {tuple(diagonals[name].shape)}" if name in diagonals else "none"
             raise ValueError(f"the weight {name} has shape {tuple(w.shape)} and needs a diagonal of that shape; there is {met}")
-    return {
-        name: {b: float((diagonals[name] * (rounded(w, b) - w).square()).double().sum() / 2) for b in bits}
-        for name, w in weights.items()
-    }
+    return {name: {b: cost(w, diagonals[name], b) for b in bits} for name, w in weights.items()}
+
+
+def cost(w: Tensor, diagonal: Tensor, bits: int) -> float:
+    change = (rounded(w, bits) - w).to(torch.promote_types(w.dtype, torch.float32))  # its square may be too small for float16
+    return float((diagonal * change.square()).double().sum() / 2)
 
 
 def allocate(found: Mapping[str, Mapping[int, float]], sizes: Mapping[str, int], budget: float) -> dict[str, int]:
     """The bits of each weight, so that they take at most ``budget`` bits on average and the sum of costs is low.
 
-    All begin with the fewest bits. Then the step to more bits that lowers the costs most for its size is taken, again and again,
-    as long as one fits. A step may skip numbers of bits that do not help.
+    The choice is greedy. Every weight starts with its fewest bits. Then the increase that lowers the cost most per bit of size
+    is made, again and again, as long as one fits the budget. An increase may skip numbers of bits that do not help.
 
     Args:
         found: costs, as from :func:`costs`.
@@ -80,9 +85,14 @@ def allocate(found: Mapping[str, Mapping[int, float]], sizes: Mapping[str, int],
         >>> allocate({"a": {2: 8.0, 4: 1.0}, "b": {2: 0.2, 4: 0.1}}, {"a": 10, "b": 10}, budget=3)
         {'a': 4, 'b': 2}
     """
+    if missing := found.keys() - sizes.keys():
+        raise ValueError(f"there are costs, but no sizes, of {', '.join(sorted(missing))}")
     for name, options in found.items():
-        if not all(math.isfinite(cost) for cost in options.values()):
-            raise ValueError(f"the costs of {name} are not all finite: {dict(options)}")
+        if not all(math.isfinite(cost) and cost >= 0 for cost in options.values()):
+            raise ValueError(
+                f"the costs of {name} must be finite and not negative, but are {dict(options)}; "
+                "compute them from a diagonal that is never negative, such as HesScaleGN"
+            )
     chosen = {name: min(options) for name, options in found.items()}
     room = budget * sum(sizes[name] for name in found) - sum(sizes[name] * bits for name, bits in chosen.items())
     if room < 0:
@@ -117,5 +127,6 @@ def quantize(model: nn.Module, bits: Mapping[str, int]) -> None:
     params = dict(model.named_parameters())
     if missing := bits.keys() - params.keys():
         raise ValueError(f"the model has no parameters {', '.join(sorted(missing))}")
-    for name, b in bits.items():
-        params[name].copy_(rounded(params[name], b))
+    changed = {name: rounded(params[name], b) for name, b in bits.items()}  # all before the first is changed: one may raise
+    for name, value in changed.items():
+        params[name].copy_(value)

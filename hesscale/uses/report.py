@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ QUANTILES = (0.05, 0.5, 0.95)
 WIDTH, NAME_WIDTH = 80, 20  # of a printed report, and of a parameter's name in it
 MANY_LONG = 0.1  # of a parameter's entries with long steps, from which on a remark says so
 FAR_OFF = 3.0  # a ratio of the Gauss-Newton diagonal to HesScaleGN, from which on a remark says so
+MAX_NAMED = 10  # parameters in a remark
 
 
 @dataclass(frozen=True)
@@ -44,19 +46,28 @@ class CurvatureReport:
     @property
     def remarks(self) -> list[str]:
         """What to look at, a sentence each."""
-        dead = [f"{row['parameter']} ({row['dead_units']} of {row['units']})" for row in self.rows if row["dead_units"]]
-        long = [f"{row['parameter']} ({row['long_steps']:.0%})" for row in self.rows if row["long_steps"] > MANY_LONG]
-        ratios = [(row["parameter"], row["ggn_ratio"]) for row in self.rows if row["ggn_ratio"] is not None]
-        off = [f"{name} ({ratio:.3g})" for name, ratio in ratios if not 1 / FAR_OFF < ratio < FAR_OFF]
+        dead = [
+            (row["dead_units"] / row["units"], f"{row['parameter']} ({row['dead_units']} of {row['units']})")
+            for row in self.rows
+            if row["dead_units"]
+        ]
+        long = [
+            (row["long_steps"], f"{row['parameter']} ({row['long_steps']:.0%})")
+            for row in self.rows
+            if row["long_steps"] > MANY_LONG
+        ]
+        off = [
+            (abs(math.log(ratio)) if ratio > 0 else math.inf, f"{row['parameter']} ({ratio_text(ratio, row['ggn_ratio_error'])})")
+            for row in self.rows
+            if (ratio := row["ggn_ratio"]) is not None and not 1 / FAR_OFF < ratio < FAR_OFF
+        ]
         found = []
         if dead:
-            found.append(f"Units with neither gradient nor curvature on any batch: {', '.join(dead)}.")
+            found.append(f"Units with neither gradient nor curvature on any batch: {worst(dead)}.")
         if long:
-            found.append(
-                f"Parameters with a step g/|h| longer than {self.max_step:g} for many of their entries: {', '.join(long)}."
-            )
+            found.append(f"Parameters with a step g/|h| longer than {self.max_step:g} for many of their entries: {worst(long)}.")
         if off:
-            found.append(f"The Gauss-Newton diagonal as a multiple of HesScaleGN, where it is far from 1: {', '.join(off)}.")
+            found.append(f"The Gauss-Newton diagonal as a multiple of HesScaleGN, where it is far from 1: {worst(off)}.")
         return found
 
     def tables(self) -> list[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
@@ -99,6 +110,13 @@ class CurvatureReport:
         for remark in self.remarks:
             lines += ["", *textwrap.wrap(remark, WIDTH, break_long_words=False)]
         return "\n".join(lines)
+
+
+def worst(found: Sequence[tuple[float, str]]) -> str:
+    """The texts with the highest numbers, highest first."""
+    texts = [text for _, text in sorted(found, key=lambda pair: -pair[0])]
+    more = len(texts) - MAX_NAMED
+    return ", ".join(texts[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def number(value: float) -> str:

@@ -19,6 +19,21 @@ def ready():
     batches = [(torch.randn(8, 4), torch.randint(0, 3, (8,))) for _ in range(2)]
     return model, batches, lambda model, x, y: nn.functional.cross_entropy(model(x), y)
 
+def once():
+    model, batches, loss_fn = ready()
+    return model, iter(batches), loss_fn
+
+class Exhausted(torch.utils.data.IterableDataset):
+    batches = ready()[1]
+
+    def __iter__(self):
+        while self.batches:
+            yield self.batches.pop()
+
+def exhausted():
+    model, _, loss_fn = ready()
+    return model, torch.utils.data.DataLoader(Exhausted(), batch_size=None), loss_fn
+
 def incomplete():
     return ready()[:2]
 """
@@ -45,6 +60,7 @@ def test_the_page_has_both_reports(inspected, tmp_path):
     assert page.count("<td>2.weight</td>") == 6  # three tables for each
     assert "hesscale inspect curvature_case:ready --steps 20 --lr 0.01" in page
     assert "<svg" in page
+    assert 'name="viewport"' in page
     assert "The diagonal h" in result.output
 
 
@@ -54,6 +70,14 @@ def test_without_training_and_without_draws(inspected, tmp_path):
     assert list(numbers) == ["As it is"]
     assert numbers["As it is"]["examples"] == 8
     assert {row["ggn_ratio"] for row in numbers["As it is"]["rows"]} == {None}
+
+
+@pytest.mark.parametrize("factory", ["once", "exhausted"])
+def test_a_loader_that_ends_cannot_train(inspected, factory):
+    result = inspected(f"curvature_case:{factory}", "--steps", "5")
+    assert result.exit_code != 0
+    assert "read only once" in " ".join(result.output.replace("│", " ").split())
+    assert factory == "exhausted" or inspected("curvature_case:once").exit_code == 0
 
 
 @pytest.mark.parametrize(

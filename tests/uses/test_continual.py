@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.utils import prune
 from torch.utils.data import DataLoader, TensorDataset
 
+import hesscale
 from hesscale.estimators import estimate
 from hesscale.uses.continual import EWC, importance
 
@@ -116,6 +117,24 @@ class TestImportance:
         found = importance(model, batches, lambda model, x: model(x).square().sum())["weight"]
         torch.testing.assert_close(found.item(), 2 * (1 + 300 * 0.0625**2) / 301)
         EWC(model).consolidate({"weight": found})
+
+    def test_calibrated_in_half_precision(self):
+        """Each entry fits into float16, and their sum does not."""
+        model = nn.Linear(300, 300, bias=False, dtype=torch.float16)
+        x, targets = (torch.full((2, 300), value, dtype=torch.float16) for value in (20.0, 0.0))
+        found = importance(
+            model, [(x, targets)], lambda model, x, y: (model(x) - y).square().sum(1).mean(), calibrate=True, num_samples=100
+        )
+        torch.testing.assert_close(found["weight"].mean(), torch.tensor(800.0, dtype=torch.float32), rtol=0.1, atol=0)
+
+    def test_that_is_not_finite_raises(self):
+        y = torch.zeros(2, dtype=torch.int64)
+        with pytest.raises(hesscale.NonFiniteError, match="the loss of batch 1 is not finite: nan"):
+            importance(network(), [(torch.ones(2, 4), y), (torch.full((2, 4), torch.nan), y)], mean_loss)
+        with pytest.raises(hesscale.NonFiniteError, match="the loss of batch 0 is not finite: nan"):
+            importance(network(), [(torch.ones(2, 4), y - 100)], mean_loss)  # all labels ignored: gradients are zero
+        with pytest.raises(hesscale.NonFiniteError, match="the importance of weight is not finite"):
+            importance(nn.Linear(2, 1, bias=False), [torch.zeros(2, 2)], lambda model, x: model(x).square().sum().sqrt())
 
     def test_errors(self):
         model = network()

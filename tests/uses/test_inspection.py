@@ -167,6 +167,19 @@ def test_everything_is_restored(training):
     assert model.training
 
 
+def test_remarks_name_the_worst_first_and_not_all():
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(8)], nn.ReLU()).double()
+    with torch.no_grad():
+        model[7].bias.fill_(-100)[0] = 100
+    report = hesscale.inspect(model, batches_of((6,), 4, classes=4), cross_entropy, num_samples=0, max_step=0)
+    dead, long = report.remarks
+    assert dead.endswith("7.weight (3 of 4), 7.bias (3 of 4).")
+    shares = {row["parameter"]: row["long_steps"] for row in report.rows}
+    named = [name.split()[0] for name in long.split(": ")[1].split(", ")]
+    assert named == sorted(shares, key=lambda name: -shares[name])[:10]
+    assert long.endswith(" and 6 more.")
+
+
 def test_it_fits_eighty_columns():
     model = nn.Sequential()
     inner = nn.Sequential(nn.Conv2d(1, 200, 3), nn.ReLU(), nn.Flatten(), nn.Linear(200, 3))
@@ -193,7 +206,17 @@ def test_batches_that_are_not_tuples_and_the_most_batches():
         ({"method": "diagonal"}, ValueError, "no estimator is called 'diagonal'"),
         ({"num_samples": -1}, ValueError, "at least 0, not -1"),
         ({"loader": []}, ValueError, "no batches"),
-        ({"loss_fn": lambda model, x, y: cross_entropy(model, x, y) * float("inf")}, FloatingPointError, "not finite"),
+        (
+            {"loss_fn": lambda model, x, y: cross_entropy(model, x, y) * float("inf")},
+            hesscale.NonFiniteError,
+            "batch 0 is .* inf",
+        ),
+        ({"loss_fn": lambda model, x, y: cross_entropy(model, x, 0 * y - 100)}, hesscale.NonFiniteError, "batch 0 is .* nan"),
+        (
+            {"loss_fn": lambda model, x, y: (0 * model(x)).square().sum().sqrt()},
+            hesscale.NonFiniteError,
+            "respect to 0.weight are not finite",
+        ),
         (
             {"loss_fn": lambda model, x, y: CubeSum.apply(model(x)), "method": "exact"},
             hesscale.UnsupportedOperator,

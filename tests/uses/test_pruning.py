@@ -112,7 +112,7 @@ def test_channels_of_all_layers_and_inputs():
     kept = torch.cat([model[k].weight_mask.flatten(1).any(1) for k in (0, 2)])
     assert kept.sum() == 5
     assert sums[kept].min() > sums[~kept].max()
-    prune_channels({(model[5], "weight"): torch.arange(32.0).view(2, 16)}, 0.25, dim=1)
+    prune_channels({(model[5], "weight"): torch.arange(32.0).view(2, 16)}, 0.25, dim=-1)
     assert model[5].weight_mask[0].tolist() == [0] * 4 + [1] * 12
     layers = [nn.Linear(2, 3), nn.Linear(2, 3)]
     prune_channels({(layers[0], "weight"): torch.ones(3, 2), (layers[1], "weight"): torch.zeros(3, 2)}, 0.5)
@@ -131,6 +131,15 @@ def test_channels_of_transposed_convolutions_are_outputs():
         prune_channels({(grouped, "weight"): torch.ones(4, 2, 3, 3)}, 0.5)
     prune_channels({(grouped, "weight"): scores}, 0.5, dim=1)
     assert not grouped.weight_mask[:, 1].any()
+
+
+def test_channels_of_other_layers_need_a_dimension():
+    """The Conv1D of transformers has its outputs in the second dimension."""
+    layer = nn.Bilinear(2, 2, 3)
+    with pytest.raises(ValueError, match="outputs of Bilinear is not known; pass dim="):
+        prune_channels({(layer, "weight"): torch.ones(3, 2, 2)}, 0.5)
+    prune_channels({(layer, "weight"): torch.arange(12.0).view(3, 2, 2)}, 1 / 3, dim=0)
+    assert layer.weight_mask.flatten(1).any(1).tolist() == [False, True, True]
 
 
 def test_channels_that_are_gone_count():
@@ -171,6 +180,33 @@ def test_pruning_again_after_retraining():
     assert squares(model, *data()[0]) == loss
 
 
+def test_attention_is_left_out_and_trains_on():
+    """nn.MultiheadAttention reads the weight of its output projection without a call, so a mask there would break training."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.TransformerEncoderLayer(4, 2, 6, dropout=0, batch_first=True), nn.Linear(4, 2)).double()
+    batches = [(x[:, None], y[:, None]) for x, y in data()]
+    assert [module for module, _ in weights_of(model)] == [model[0].linear1, model[0].linear2, model[1]]
+    for sparsity in (0.25, 0.5):
+        prune_weights(saliency(model, batches, squares), sparsity)
+        for batch in batches:
+            squares(model, *batch).backward()
+
+
+def test_a_masked_weight_says_nothing_about_its_channel():
+    layer = nn.Linear(3, 2)
+    prune.custom_from_mask(layer, "weight", torch.tensor([[0.0, 1.0, 1.0], [1.0, 1.0, 1.0]]))
+    prune_channels({(layer, "weight"): torch.tensor([[torch.inf, 1.0, 1.0], [2.0, 2.0, 2.0]])}, 0.5)
+    assert layer.weight_mask.tolist() == [[0, 0, 0], [1, 1, 1]]
+
+
+def test_a_frozen_weight_is_named():
+    model = network()
+    model[2].requires_grad_(False)
+    with pytest.raises(ValueError, match=r"2\.weight is not a parameter of the model that requires gradients"):
+        saliency(model, data(), squares)
+    assert len(saliency(model, data(), squares, places=[weights_of(model)[0]])) == 1
+
+
 def test_refusals():
     model = network()
     scores = saliency(model, data(), squares)
@@ -185,6 +221,9 @@ def test_refusals():
     ):
         with pytest.raises(ValueError, match=words):
             prune_weights(given, sparsity, scope=scope)
+    for dim in (2, -3):
+        with pytest.raises(ValueError, match=f"dim={dim} is not a dimension"):
+            prune_channels({place: scores[place]}, 0.5, dim=dim)
     tied = nn.Linear(4, 6)
     tied.weight = model[0].weight
     with pytest.raises(ValueError, match="share one parameter"):

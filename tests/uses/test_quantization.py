@@ -21,7 +21,7 @@ def test_rounding_is_to_the_nearest_value():
         torch.testing.assert_close((found / step).round() * step, found)
         assert max(len(row.unique()) for row in found) <= 2**bits - 1
     assert torch.equal(rounded(torch.zeros(2, 3), 4), torch.zeros(2, 3))
-    with pytest.raises(ValueError, match="takes 2 bits, not 1"):
+    with pytest.raises(ValueError, match=r"at least 2 bits.* not 1"):
         rounded(w, 1)
 
 
@@ -34,6 +34,13 @@ def test_rounding_in_half_precision(dtype):
         assert found.dtype == dtype
         assert torch.equal(found, rounded(w.float(), bits).to(dtype))
     assert rounded(w[:, :0], 4).shape == (5, 0)
+
+
+def test_costs_of_small_weights_in_half_precision():
+    """The squares of their changes are below the smallest number of float16."""
+    w = (1e-3 * torch.randn(5, 70, generator=torch.Generator().manual_seed(0))).to(torch.float16)
+    found, single = (costs({"weight": w.to(dtype)}, {"weight": torch.ones(5, 70)}, (4,)) for dtype in (w.dtype, torch.float32))
+    assert found["weight"][4] == pytest.approx(single["weight"][4], rel=0.01)
 
 
 def test_costs_are_the_true_rise_of_a_separable_quadratic_loss():
@@ -77,8 +84,21 @@ def test_what_does_not_belong_together_is_refused():
         costs({"weight": torch.ones(2, 3)}, {"weight": torch.ones(1, 3)})
     with pytest.raises(ValueError, match="there is none"):
         costs({"weight": torch.ones(2, 3)}, {"bias": torch.ones(3)})
-    with pytest.raises(ValueError, match="costs of a are not all finite"):
-        allocate({"a": {2: float("nan"), 4: 1.0}}, {"a": 3}, 8)
+    for bad in (float("nan"), float("inf"), -1.0):
+        with pytest.raises(ValueError, match="no sizes, of a"):
+            allocate({"a": {2: bad, 4: 1.0}}, {"b": 3}, 8)
+        with pytest.raises(ValueError, match="costs of a must be finite and not negative"):
+            allocate({"a": {2: bad, 4: 1.0}}, {"a": 3}, 8)
+
+
+def test_quantize_changes_nothing_if_it_raises():
+    for bits, value, words in ((1, 0.0, "at least 2 bits"), (4, float("inf"), "not finite"), (4, float("nan"), "not finite")):
+        model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+        model[1].weight.data[0, 0] = value
+        before = model[0].weight.detach().clone()
+        with pytest.raises(ValueError, match=words):
+            quantize(model, {"0.weight": 4, "1.weight": bits})
+        assert torch.equal(model[0].weight, before)
 
 
 def test_unknown_names_are_refused():
