@@ -236,6 +236,14 @@ def test_trust_radii_are_compared_with_each_other_and_with_tuned_adam():
     assert "Δ = 1e-7, 1e-6 for scaled optimizers" in section.text
     for item in section.items:
         check(item)
+    shares = {"mean": 0.5, "critic": 0.25}
+    counted = [
+        dataclasses.replace(r, values=r.values | ({"scaled_share": shares} if r.task.trust_radius == 1e-7 else {})) for r in found
+    ]
+    (section,) = robustness.sections(counted)
+    (table,) = [item for item in section.items if item.name == "ppo-beside-adam"]
+    assert table.header[5] == "steps shortened, %"
+    assert [row[5] for row in table.rows] == ["–", "38", "–"]
 
 
 def test_a_section_says_what_is_missing():

@@ -192,11 +192,15 @@ class Algorithm:
 
     def trust_metrics(self, k: int) -> dict[str, float]:
         """η of an agent's last step and the share of its steps with η < 1, for each network."""
-        optimizer, names = self.optimizers[k], list(self.agents[k].networks)
         found: dict[str, float] = {}
-        for name, eta in zip(names, optimizer.eta, strict=False):
+        for name, eta in zip(self.agents[k].networks, self.optimizers[k].eta, strict=False):
             found |= {} if eta is None else {f"trust/eta_{name}": float(eta)}
-        return found | {f"trust/scaled_share_{names[i]}": float(share) for i, share in optimizer.scaled_share.items()}
+        return found | {f"trust/scaled_share_{name}": share for name, share in self.scaled_shares(k).items()}
+
+    def scaled_shares(self, k: int) -> dict[str, float]:
+        """The share of an agent's steps with η < 1, by network; empty without trust regions."""
+        names = list(self.agents[k].networks)
+        return {names[i]: float(share) for i, share in self.optimizers[k].scaled_share.items()}
 
     def state(self, k: int) -> dict[str, Any]:
         """The state from which an agent resumes, in a form that loads with ``weights_only=True``.
