@@ -164,17 +164,20 @@ def report(
     page: Annotated[bool, typer.Option("--page/--no-page", help="write index.html")] = True,
     everything: Annotated[bool, typer.Option("--all", help="show all finished runs, not only those of the last command")] = False,
     beside: Annotated[Path | None, typer.Option(help="an earlier report, or its summary.json, to show beside this one")] = None,
-    again: Annotated[Path | None, typer.Option(help="an earlier report to write again, from the runs that it kept")] = None,
+    again: Annotated[
+        list[Path] | None,
+        typer.Option(help="an earlier report to write again, from the runs that it kept; several become one report"),
+    ] = None,
 ) -> None:
     """Write one page with the figures, tables, settings and commands of the last runs."""
     from .lab.report import report as write
     from .lab.report import report_again
 
     try:
-        if again is not None:
+        if again:
             if names or everything or beside is not None:
                 raise ValueError("--again shows what that report showed; leave out experiments, --all and --beside")
-            path = report_again(again.expanduser(), as_folder(out, "--out"), page)
+            path = report_again([source.expanduser() for source in again], as_folder(out, "--out"), page)
         else:
             earlier = beside and beside.expanduser()
             store = Store(as_folder(where, "--runs"))
