@@ -179,7 +179,7 @@ class Run:
 
     def flush(self) -> None:
         if not is_same_file(self.lock, self.directory / "lock"):
-            raise DamagedRun(f"{self.directory} was removed while its run was being worked on")
+            raise DamagedRun(f"{self.directory} was removed while its run was being worked on; give the command again")
         with self.database:
             self.database.executemany("INSERT INTO metrics (step, name, value) VALUES (?, ?, ?)", self.pending)
             write_facts(self.database, self.pending_facts)
