@@ -1,7 +1,8 @@
 """Stable-Baselines3 with its own Adam and with ``hesscale.sb3.with_curvature``: what is learned, and what ``train()`` costs.
 
-Every algorithm has Stable-Baselines3's defaults, but for what ``CASES`` changes. All optimizers have the same step size, except
-the last, which has step size 1 and a trust region. Returns are those of training. Seconds are those of the processor.
+Every algorithm has Stable-Baselines3's defaults, but for what ``CASES`` changes. Adam and the default AdaHesScale have the same
+step size. Optimizers in ``SCALED`` have step size 1 and a trust region, and their gradients are not clipped. PPO and A2C observe
+and are rewarded through ``VecNormalize``. Returns are of raw rewards, in training. Seconds are those of the processor.
 
     python benchmarks/sb3_agents.py --out results/sb3
 """
@@ -26,6 +27,7 @@ from records import header, made_by, save
 
 import hesscale
 from hesscale.experiments.bench.measure import digits
+from hesscale.experiments.lab.compact import compact
 from hesscale.experiments.lab.markdown import markdown_table
 from hesscale.experiments.lab.statistics import summary
 from hesscale.optim.bounds import NEUTRAL
@@ -58,29 +60,37 @@ OF_DQN = {
 CASES = {
     "a2c-cartpole": Case("A2C", "CartPole-v1", 10_000, {"use_rms_prop": False}),
     "ppo-cartpole": Case("PPO", "CartPole-v1", 8_192),
+    "ppo-pendulum": Case("PPO", "Pendulum-v1", 20_480, {"learning_rate": 1e-3, "gamma": 0.9, "n_steps": 1024}),
     "dqn-cartpole": Case("DQN", "CartPole-v1", 10_000, OF_DQN, (64, 64)),
     "sac-pendulum": Case("SAC", "Pendulum-v1", 2_000, OFF_POLICY, (64, 64)),
     "td3-pendulum": Case("TD3", "Pendulum-v1", 2_000, OFF_POLICY, (64, 64)),
-    "ppo-pendulum": Case("PPO", "Pendulum-v1", 20_480, {"learning_rate": 1e-3, "gamma": 0.9, "n_steps": 1024}),
+    "ppo-inverted": Case("PPO", "InvertedPendulum-v5", 20_480),
+    "ppo-hopper": Case("PPO", "Hopper-v5", 20_480),
 }
-SCALED = "AdaHesScale, step size 1, Δ = 1e-7"
+SCALED = {f"AdaHesScale, step size 1, Δ = {compact(radius)}": radius for radius in (1e-7, 1e-6)}
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "Adam (torch)": (None, {}),
     "AdaHesScale": (hesscale.AdaHesScale, {"eps": 1e-5, "graft": (1.0, 3.0)}),
-    SCALED: (hesscale.AdaHesScale, {"eps": 1e-5, "trust_radius": 1e-7, **NEUTRAL}),
+    **{name: (hesscale.AdaHesScale, {"eps": 1e-5, "trust_radius": radius, **NEUTRAL}) for name, radius in SCALED.items()},
 }
+UNCLIPPED = {"learning_rate": 1.0, "max_grad_norm": 1e9}  # of PPO and A2C with a trust region
 ON_POLICY = ("PPO", "A2C")  # the radius was chosen with these two algorithms
 
 
 def agent(case: Case, name: str, seed: int) -> Any:
     import stable_baselines3 as sb3
+    from stable_baselines3.common.monitor import Monitor
+    from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 
     kind, (optimizer, options) = getattr(sb3, case.algo), OPTIMIZERS[name]
     if optimizer is not None:
         kind = hesscale.sb3.with_curvature(kind, optimizer, **options)
-    given = {**case.options, **({"learning_rate": 1.0} if name == SCALED else {})}
+    given = {**case.options, **(UNCLIPPED if name in SCALED else {})}
+    env = DummyVecEnv([lambda: Monitor(gymnasium.make(case.env))])
+    if case.algo in ON_POLICY:
+        env = VecNormalize(env, gamma=case.options.get("gamma", 0.99))
     policy = {} if case.net_arch is None else {"net_arch": list(case.net_arch)}
-    return kind("MlpPolicy", gymnasium.make(case.env), policy_kwargs=policy, seed=seed, device="cpu", **given)
+    return kind("MlpPolicy", env, policy_kwargs=policy, seed=seed, device="cpu", **given)
 
 
 def learned(case: Case, name: str, seed: int, steps: int) -> dict[str, Any]:
@@ -120,7 +130,7 @@ def timed(train: Callable[..., None], spent: list[float]) -> Callable[..., None]
 def measured(name: str, seeds: int, steps: int | None) -> list[dict[str, Any]]:
     """A row for each optimizer; seeds take turns, so that all optimizers meet the same load of the machine."""
     case = CASES[name]
-    names = [optimizer for optimizer in OPTIMIZERS if optimizer != SCALED or case.algo in ON_POLICY]
+    names = [optimizer for optimizer in OPTIMIZERS if optimizer not in SCALED or case.algo in ON_POLICY]
     rows = [{"case": name, "algo": case.algo, "env": case.env, "optimizer": each, "runs": []} for each in names]
     for seed in range(seeds):
         for row in rows:
@@ -142,7 +152,8 @@ def page(found: Mapping[str, Any]) -> str:
     return (
         f"# Stable-Baselines3 with AdaHesScale\n\n{made_by(found)} Means over\n{found['seeds']} seeds ± standard errors, of the "
         f"episodes of training: all of them, and those that ended in the last {FINAL:.0%} of the\nsteps. The time of train() is "
-        f"relative to torch's Adam with the same seed, a median over seeds.\n\n{markdown_table(names, body)}"
+        f"relative to torch's Adam with the same seed, a median over seeds. PPO and A2C have normalised\n"
+        f"observations and rewards.\n\n{markdown_table(names, body)}"
     )
 
 

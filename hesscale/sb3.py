@@ -20,6 +20,9 @@ def with_curvature(algorithm: type[Algorithm], optimizer: type[CurvatureOptimize
     agents with the subclass too: the algorithm itself computes no curvature, so the first step of the optimizer would raise an
     error.
 
+    PPO and A2C train the policy and the value function with one optimizer. With ``trust_region="group"``, each of the two is a
+    parameter group, and so has a trust region of its own.
+
     Args:
         algorithm: a class of Stable-Baselines3, or one that follows its interface.
         optimizer: a class of ``hesscale.optim``.
@@ -47,6 +50,11 @@ def with_curvature(algorithm: type[Algorithm], optimizer: type[CurvatureOptimize
             choice = {"optimizer_class": optimizer, "optimizer_kwargs": dict(optimizer_kwargs)}
             super().__init__(*args, policy_kwargs={**choice, **(policy_kwargs or {})}, **kwargs)
 
+        def _setup_model(self) -> None:
+            super()._setup_model()
+            if hasattr(self.policy, "value_net") and getattr(self.policy.optimizer, "trust_region", "") == "group":
+                separate_critic(self.policy)
+
         def train(self, *args: Any, **kwargs: Any) -> None:
             with capture(*curvature_optimizers(self.policy)):
                 super().train(*args, **kwargs)
@@ -54,6 +62,17 @@ def with_curvature(algorithm: type[Algorithm], optimizer: type[CurvatureOptimize
     WithCurvature.__name__, WithCurvature.__doc__ = algorithm.__name__, algorithm.__doc__
     WithCurvature.__qualname__ = algorithm.__qualname__
     return WithCurvature
+
+
+def separate_critic(policy: Any) -> None:
+    """Divide the parameters of an actor-critic policy into two groups of its optimizer, which has not made a step yet."""
+    parts = [policy.value_net, getattr(policy.mlp_extractor, "value_net", None)]
+    if not policy.share_features_extractor:
+        parts.append(policy.vf_features_extractor)
+    critic = {id(p) for part in parts if part is not None for p in part.parameters()}
+    (group,) = policy.optimizer.param_groups
+    actor, own = ([p for p in group["params"] if (id(p) in critic) is wanted] for wanted in (False, True))
+    policy.optimizer.param_groups[:] = [{**group, "params": actor}, {**group, "params": own}]
 
 
 def curvature_optimizers(policy: Any) -> list[CurvatureOptimizer]:

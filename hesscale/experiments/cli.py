@@ -167,7 +167,10 @@ def report(
         Path | None, typer.Option(help="folder or summary.json of an earlier report, whose results are shown beside these")
     ] = None,
     again: Annotated[
-        Path | None, typer.Option(help="folder of an earlier report to write again, from the runs that are saved in it")
+        list[Path] | None,
+        typer.Option(
+            help="folder of an earlier report to write again, from the runs that are saved in it; several become one report"
+        ),
     ] = None,
 ) -> None:
     """Write a page with the figures, tables, settings and commands of the last runs."""
@@ -175,10 +178,10 @@ def report(
     from .lab.report import report_again
 
     try:
-        if again is not None:
+        if again:
             if names or everything or beside is not None:
                 raise ValueError("--again writes the same report as before; leave out experiments, --all and --beside")
-            path = report_again(again.expanduser(), as_folder(out, "--out"), page)
+            path = report_again([source.expanduser() for source in again], as_folder(out, "--out"), page)
         else:
             earlier = beside and beside.expanduser()
             store = Store(as_folder(where, "--runs"))

@@ -77,12 +77,13 @@ def test_a_section_counts_the_runs_that_deteriorated():
     adam = [result(RISING, seed=0), result([100.0] * 4, seed=1), result([], diverged_at=40, seed=2)]
     scaled = [result([80.0] * 3, seed=seed, optimizer="scaled-adam") for seed in (1, 0)]
     (found,) = robot.sections([*adam, *scaled])
-    drops, runs, mean, lines = found.items
+    drops, differences, runs, mean, lines = found.items
     for item in found.items:
         check(item)
-    assert len({item.name for item in found.items}) == 4
-    assert drops.rows[0] == ["Adam", "105.0 ± 5.0", "65.0 ± 35.0", "40.0 ± 40.0", "21.7 ± 21.7", "2 of 3", "1 of 3"]
-    assert drops.rows[1] == ["Scaled Adam", *["80.0 ± 0.0"] * 2, *["0.0 ± 0.0"] * 2, "0 of 2", "0 of 2"]
+    assert len({item.name for item in found.items}) == 5
+    assert drops.rows[0] == ["Adam", "105.0 ± 5.0", "65.0 ± 35.0", "40.0 ± 40.0", "21.7 ± 21.7", "–", "2 of 3", "1 of 3"]
+    assert drops.rows[1] == ["Scaled Adam", *["80.0 ± 0.0"] * 2, *["0.0 ± 0.0"] * 2, "–", "0 of 2", "0 of 2"]
+    assert differences.rows == [["Scaled Adam − Adam", "-25.0 ± 5.0", "15.0 ± 35.0", "-40.0 ± 40.0", "2"]]
     assert runs.rows[0] == ["Adam", "0", "110.0 ± 10.0", "300", "30.0 ± 10.0", "80.0 ± 14.1", "43.5", "no"]
     assert runs.rows[2] == ["Adam", "2", *["–"] * 5, "at 40"]
     assert [row[1] for row in runs.rows] == ["0", "1", "2", "0", "1"]
@@ -95,6 +96,13 @@ def test_a_section_counts_the_runs_that_deteriorated():
     assert losses.text == "Loss from the peak to the end, in percent of the gain: Adam 21.7 ± 21.7 % and Scaled Adam 0.0 ± 0.0 %."
     idle = [result([-90.0, -90.0, -120.0, -120.0], seed=seed) for seed in (0, 1)]
     assert robot.sections(idle)[0].findings == []
+
+
+def test_the_step_at_which_a_return_is_reached(monkeypatch):
+    adam = [result(RISING, seed=0), result([100.0] * 4, seed=1), result([0.0] * 4, seed=2)]
+    monkeypatch.setattr(robot, "GOAL", 100)
+    assert [robot.step_at_goal(each) for each in adam] == [300, 100, None]
+    assert robot.sections(adam)[0].items[0].rows[0][5] == "200 (2 of 3)"
 
 
 def test_step_sizes_have_a_section_each():

@@ -17,6 +17,7 @@ from typer.testing import CliRunner  # noqa: E402
 from hesscale.experiments.cli import app  # noqa: E402
 from hesscale.experiments.figures import rl, robustness  # noqa: E402
 from hesscale.experiments.figures._normalised import Method, aggregate, aggregate_tuned, methods_of, scores_of  # noqa: E402
+from hesscale.experiments.lab.baseline import read_summary  # noqa: E402
 from hesscale.experiments.lab.experiment import as_task  # noqa: E402
 from hesscale.experiments.lab.plots import Plot  # noqa: E402
 from hesscale.experiments.lab.report import Account, report_again, settings_of, write_report  # noqa: E402
@@ -236,6 +237,14 @@ def test_trust_radii_are_compared_with_each_other_and_with_tuned_adam():
     assert "Δ = 1e-7, 1e-6 for scaled optimizers" in section.text
     for item in section.items:
         check(item)
+    shares = {"mean": 0.5, "critic": 0.25}
+    counted = [
+        dataclasses.replace(r, values=r.values | ({"scaled_share": shares} if r.task.trust_radius == 1e-7 else {})) for r in found
+    ]
+    (section,) = robustness.sections(counted)
+    (table,) = [item for item in section.items if item.name == "ppo-beside-adam"]
+    assert table.header[5] == "steps shortened, %"
+    assert [row[5] for row in table.rows] == ["–", "38", "–"]
 
 
 def test_a_section_says_what_is_missing():
@@ -330,13 +339,13 @@ def test_the_smoke_preset_runs(tmp_path):
 # ------------------------------------------------------------------------------------------------------------ runs that are kept
 
 
-def kept_report(folder):
+def kept_report(folder, results=None, command="hesscale robustness --some"):
     """A report of one environment whose curves have a value that is not finite."""
-    results = [*some(), *untrained(50.0)]
+    results = [*some(), *untrained(50.0)] if results is None else results
     for k, found in enumerate(results):
         found.metrics["charts/episodic_return"] = [(10, 1.5 + k), (20, float("nan")), (30, 1 / 3)]
         found.metrics["losses/value_loss"] = [(10, 1.0)]
-    account = Account("robustness", "title", "hesscale robustness --some", robustness.sections(results), len(results))
+    account = Account("robustness", "title", command, robustness.sections(results), len(results))
     account.results, account.curves, account.statuses["finished"] = results, EXPERIMENT.curves, len(results)
     account.settings = settings_of([dataclasses.asdict(found.task) for found in results])
     account.commits, account.started, account.finished = ["abc"], "2026-01-01", "2026-01-02"
@@ -350,7 +359,7 @@ def test_a_report_can_be_made_again_from_the_runs_that_it_kept(tmp_path):
     assert [(r.task, r.values) for r in again] == [(r.task, r.values) for r in results]
     assert again[2].metrics["charts/episodic_return"] == [(10, 3.5), (20, pytest.approx(np.nan, nan_ok=True)), (30, 0.333333)]
     assert set(again[2].metrics) == {"charts/episodic_return"}
-    report_again(tmp_path / "first", tmp_path / "second", page=False)
+    report_again([tmp_path / "first"], tmp_path / "second", page=False)
     names = {path.relative_to(tmp_path / "first") for path in (tmp_path / "first").rglob("*") if path.is_file()}
     assert names == {path.relative_to(tmp_path / "second") for path in (tmp_path / "second").rglob("*") if path.is_file()}
     told = CliRunner().invoke(app, ["report", "--again", str(tmp_path / "first"), "--out", str(tmp_path / "third"), "--no-page"])
@@ -374,4 +383,19 @@ def test_kept_runs_that_are_damaged_or_of_another_version_are_refused(tmp_path):
         read_runs(file, Config)
     file.unlink()
     with pytest.raises(ValueError, match="keeps no runs"):
-        report_again(tmp_path, tmp_path / "second")
+        report_again([tmp_path], tmp_path / "second")
+
+
+def test_kept_runs_of_several_reports_become_one_report(tmp_path):
+    results = kept_report(tmp_path / "first")
+    more = [dataclasses.replace(r, task=dataclasses.replace(r.task, seed=r.task.seed + 7)) for r in results]
+    kept_report(tmp_path / "second", [*results[:3], *more], command="hesscale robustness --more")
+    folders = ["--again", str(tmp_path / "first"), "--again", str(tmp_path / "second")]
+    told = CliRunner().invoke(app, ["report", *folders, "--out", str(tmp_path / "both"), "--no-page"])
+    assert told.exit_code == 0, told.output
+    found = read_runs(tmp_path / "both" / "robustness-runs.json.gz", Config)
+    assert [r.task for r in found] == [r.task for r in (*results, *more)]
+    facts = read_summary(tmp_path / "both")["robustness"]
+    assert facts["command"] == "hesscale robustness --some\nhesscale robustness --more"
+    assert facts["runs"] == f"{len(found)} of {len(found)} runs finished."
+    assert (facts["commit"], facts["when"]) == ("abc", "2026-01-01 to 2026-01-02 UTC")

@@ -162,6 +162,26 @@ def test_with_curvature_is_the_optimizer_and_the_block(name, tmp_path):
         assert_trained(part, start, part.optimizer)
 
 
+@pytest.mark.parametrize("name", ["PPO", "A2C"])
+def test_policy_and_value_function_have_a_trust_region_each(name, tmp_path):
+    sb3 = pytest.importorskip("stable_baselines3")
+    gym = pytest.importorskip("gymnasium")
+    env, settings, steps = AGENTS[name]
+    algorithm = hesscale.sb3.with_curvature(getattr(sb3, name), hesscale.AdaHesScale, trust_radius=1e-6, trust_region="group")
+    agent = algorithm("MlpPolicy", gym.make(env), seed=0, device="cpu", **settings)
+    names = {id(p): name for name, p in agent.policy.named_parameters()}
+    actor, critic = ({names[id(p)] for p in group["params"]} for group in agent.policy.optimizer.param_groups)
+    assert {name for name in critic if "value_net" not in name} == {name for name in actor if "value_net" in name} == set()
+    assert len(actor) + len(critic) == len(names)
+    agent.learn(steps)
+    assert len(agent.policy.optimizer.eta) == 2
+    agent.save(tmp_path / "agent")
+    loaded = algorithm.load(tmp_path / "agent", env=gym.make(env), device="cpu")
+    assert [len(group["params"]) for group in loaded.policy.optimizer.param_groups] == [len(actor), len(critic)]
+    assert_equal(loaded.policy.parameters(), agent.policy.parameters())
+    loaded.learn(steps, reset_num_timesteps=False)
+
+
 def test_with_curvature_refuses_what_it_cannot_use():
     sb3 = pytest.importorskip("stable_baselines3")
     with pytest.raises(TypeError, match=r"not <class 'torch\.optim\.adam\.Adam'>"):

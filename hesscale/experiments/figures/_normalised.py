@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..lab.compact import compact
@@ -86,6 +86,7 @@ class Scores:
         returns: mean returns by method and step size, then by seed; a run that diverged has the worst of all returns.
         low, high: returns whose scores are 0 and 1.
         diverged: how many runs diverged, by method and step size.
+        scaled: the share of steps that the trust region shortened, a mean over networks for each run that has trust regions.
     """
 
     env: str
@@ -93,6 +94,7 @@ class Scores:
     low: float
     high: float
     diverged: Counter[Cell]
+    scaled: dict[Cell, list[float]] = field(default_factory=dict)
 
     def of(self, cell: Cell) -> dict[int, float]:
         """The scores of a cell, by seed."""
@@ -118,16 +120,19 @@ def scores_of(env: str, results: list[Result], methods: dict[Config, Method]) ->
         return None
     returns: dict[Cell, dict[int, float]] = {}
     diverged: Counter[Cell] = Counter()
+    scaled: dict[Cell, list[float]] = {}
     for result in sorted(results, key=lambda r: (r.task.step_size, r.task.seed)):
         cell = methods[result.task], result.task.step_size
         has_diverged, found = result.values["diverged_at"] is not None, result.values["mean_return"]
         returns.setdefault(cell, {})[result.task.seed] = min(known) if has_diverged or found is None else found
         diverged[cell] += has_diverged
+        if shares := result.values.get("scaled_share"):
+            scaled.setdefault(cell, []).append(sum(shares.values()) / len(shares))
     means = {cell: summary([*seeds.values()]).mean for cell, seeds in returns.items()}
     floors = [mean for (method, _), mean in means.items() if method.optimizer == UNTRAINED]
     low, high = floors[0] if floors else min(means.values()), max(means.values())
     trained = {cell: seeds for cell, seeds in returns.items() if cell[0].optimizer != UNTRAINED}
-    return Scores(env, trained, low, high, diverged) if low < high else None
+    return Scores(env, trained, low, high, diverged, scaled) if low < high else None
 
 
 class Estimate(NamedTuple):

@@ -19,7 +19,8 @@ def beside_adam(known: list[Scores], over_all: OverAll, algo: str, end: str) -> 
     if best is None or best.iqm <= 0:
         return []
     highest = {scores.env: scores.means(ADAM)[sizes[scores.env]].mean for scores in known}
-    rows: list[Sequence[str]] = [[ADAM.label, "best of each environment", best.text(), "100", "–", "–"]]
+    has_shares = any(scores.scaled for scores in known)
+    rows: list[Sequence[str]] = [[ADAM.label, "best of each environment", best.text(), "100", "–", *["–"] * has_shares, "–"]]
     for method, points in over_all.items():
         if method == ADAM:
             continue
@@ -28,16 +29,24 @@ def beside_adam(known: list[Scores], over_all: OverAll, algo: str, end: str) -> 
             lowest = min(shares.items(), key=lambda share: share[1], default=None)
             diverged = sum(scores.diverged[method, size] for scores in known)
             where = "–" if lowest is None else f"{100 * lowest[1]:.0f}, {lowest[0]}"
-            rows.append([method.label, compact(size), at.text(), f"{100 * at.iqm / best.iqm:.0f}", where, str(diverged)])
+            shortened = [shortened_share([share for s in known for share in s.scaled.get((method, size), ())])] * has_shares
+            percent = f"{100 * at.iqm / best.iqm:.0f}"
+            rows.append([method.label, compact(size), at.text(), percent, where, *shortened, str(diverged)])
     if len(rows) == 1:
         return []
-    header = ["optimizer", "step size", "IQM", "% of tuned Adam", "lowest in one environment, %", "diverged"]
+    columns = ["lowest in one environment, %", *["steps shortened, %"] * has_shares, "diverged"]
+    header = ["optimizer", "step size", "IQM", "% of tuned Adam", *columns]
     caption = (
         "Adam has the step size with the highest mean score in each environment. Every other row has one step size in all of "
         "them. Interquartile means (IQM) are over seeds and environments, with 95 % intervals. “Lowest” is the mean score "
         "over seeds, divided by Adam's, in the environment where this ratio is lowest."
-    )
+    ) + (" “Steps shortened” is the share of updates that the trust region shortened, over all networks and runs." * has_shares)
     return [Table(f"{algo}-beside-adam{end}", f"{algo.upper()}: beside Adam at its best step sizes", header, rows, caption)]
+
+
+def shortened_share(shares: Sequence[float]) -> str:
+    """The mean of shares, in percent; a dash where there is none."""
+    return f"{100 * sum(shares) / len(shares):.0f}" if shares else "–"
 
 
 def by_radius(known: list[Scores], over_all: OverAll, algo: str, end: str) -> list[Plot]:

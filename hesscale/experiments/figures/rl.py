@@ -243,7 +243,8 @@ class Training:
         taken = sum(self.envs.steps if at is None else at for at in self.envs.diverged_at)
         rate = None if self.pace.mean is None else self.pace.mean * taken / self.envs.steps
         values = {"diverged_at": self.envs.diverged_at[k], "steps_per_second": rate, "together": len(self.runs)}
-        return {**self.scores[k].values(), **values}
+        shares = self.learning.scaled_shares(k)
+        return {**self.scores[k].values(), **values, **({"scaled_share": shares} if shares else {})}
 
 
 def film(settings: Settings, finished: Mapping[Config, Path]) -> Iterator[str]:

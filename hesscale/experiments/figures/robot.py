@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from statistics import median
 from typing import Any, NamedTuple
 
 from ...compile.step import BACKENDS
@@ -22,6 +23,7 @@ from ._rl_figures import averaged, beginnings, conditions, curve
 
 ENV = "hesscale/UR-Reacher-2D-v0"
 STANDING_STILL = -74.1  # mean return of the policy that does nothing, over 1.4 million targets
+GOAL = 380  # 95 % of what the scripted controller gains over standing still
 WINDOW = 0.1  # share of a run's steps over which returns are averaged: 250 episodes of 250,000 steps
 MUCH = 0.1  # a drop by more than this share of the gain is a deterioration
 
@@ -99,6 +101,11 @@ def course(result: Result) -> Course | None:
     return Course(points[peak], peak, points[max(points)] if result.values["diverged_at"] is None else None)
 
 
+def step_at_goal(result: Result) -> int | None:
+    """The first step at which the smoothed return is at least ``GOAL``; None if it never is."""
+    return min([step for step, at in smoothed(result).items() if at.mean >= GOAL], default=None)
+
+
 def is_deteriorated(result: Result) -> bool:
     found = course(result)
     return result.values["diverged_at"] is not None or bool(found and found.part and found.part > MUCH)
@@ -132,6 +139,7 @@ def section(results: list[Result], end: str) -> Section:
     )
     items: list[Plot | Heat | Table] = [
         optimizers_table(runs, end),
+        *differences_table(runs, end),
         runs_table(runs, end),
         mean_plot(runs, end),
         runs_plot(runs, end),
@@ -168,12 +176,40 @@ def optimizers_table(runs: dict[Method, list[Result]], end: str) -> Table:
             ([each.drop.mean for each in courses if each.drop is not None], 1),
             ([each.part for each in courses if each.part is not None], 100),
         ]
-        cells = [summary(values).text(".1f", factor) if values else "–" for values, factor in columns]
+        cells = [summary(column).text(".1f", factor) if column else "–" for column, factor in columns]
+        steps = [step for step in map(step_at_goal, found) if step is not None]
+        cells.append(f"{median(steps):,.0f}" + f" ({len(steps)} of {len(found)})" * (len(steps) < len(found)) if steps else "–")
         bad, diverged = sum(map(is_deteriorated, found)), sum(result.values["diverged_at"] is not None for result in found)
         rows.append([method.label, *cells, f"{bad} of {len(found)}", f"{diverged} of {len(found)}"])
-    header = ["optimizer", "peak", "end", "drop", "drop, % of gain", "deteriorated", "diverged"]
-    caption = "Means and standard errors are over runs. End and drop leave out the runs that diverged."
+    header = ["optimizer", "peak", "end", "drop", "drop, % of gain", f"steps to {GOAL}", "deteriorated", "diverged"]
+    caption = (
+        "Means and standard errors are over runs. End and drop leave out the runs that diverged. "
+        f"“Steps to {GOAL}” is the median step at which the smoothed return first gets there, of the runs that do."
+    )
     return Table(f"drops{end}", "From peak to end", header, rows, caption)
+
+
+def differences_table(runs: dict[Method, list[Result]], end: str) -> list[Table]:
+    """What each method has more than the first one, over seeds that did not diverge with either; none for a single seed."""
+    known = {method: {r.task.seed: c for r in found if (c := course(r)) and c.end} for method, found in runs.items()}
+    rows: list[Sequence[str]] = []
+    first = next(iter(known))
+    for method in [method for method in known if method != first]:
+        seeds = sorted(known[first].keys() & known[method].keys())
+        if len(seeds) > 1:
+            pairs = [(values(known[method][seed]), values(known[first][seed])) for seed in seeds]
+            columns = zip(*[[own - other for own, other in zip(*pair, strict=True)] for pair in pairs], strict=True)
+            cells = [summary(column).text(".1f") for column in columns]
+            rows.append([f"{method.label} − {first.label}", *cells, str(len(seeds))])
+    caption = "Means and standard errors of the differences between two runs with the same seed."
+    header = ["optimizers", "peak", "end", "drop", "seeds"]
+    return [Table(f"differences{end}", "Differences by seed", header, rows, caption)] if rows else []
+
+
+def values(found: Course) -> tuple[float, float, float]:
+    """Peak, end and drop of a run that did not diverge."""
+    assert found.end is not None
+    return found.peak.mean, found.end.mean, found.peak.mean - found.end.mean
 
 
 def runs_table(runs: dict[Method, list[Result]], end: str) -> Table:

@@ -165,24 +165,39 @@ def account_of(store: Store, experiment: Experiment, command: str, tasks: list[T
     return account
 
 
-def report_again(source: Path, folder: Path, page: bool = True) -> Path:
-    """Make a report again from the runs that an earlier one kept in the folder ``source``, and return the path to open."""
-    known, before = experiments(), read_summary(source)
-    kept = [known[name] for name in before if name in known and runs_file(source, name).exists()]
-    if not kept:
-        raise ValueError(f"{source} keeps no runs: only reports of {', '.join(n for n, e in known.items() if e.curves)} do")
-    accounts = []
-    for experiment in kept:
-        results = read_runs(runs_file(source, experiment.name), experiment.task)
-        tasks = [dataclasses.asdict(result.task) for result in results]
-        made = before[experiment.name]
-        account = Account(experiment.name, experiment.title, made["command"], asked=len(tasks), settings=settings_of(tasks))
-        account.statuses[FINISHED] = len(tasks)
-        account.commits, account.machines = ([made[fact]] if fact in made else [] for fact in ("commit", "machine"))
-        account.started, _, account.finished = made.get("when", "").removesuffix(" UTC").partition(" to ")
-        account.sections, account.results, account.curves = experiment.sections(results), results, experiment.curves
-        accounts.append(account)
-    return write_report(accounts, folder, page=page)
+def report_again(sources: Sequence[Path], folder: Path, page: bool = True) -> Path:
+    """Make one report of the runs that earlier ones kept in the folders ``sources``, and return the path to open.
+
+    Of runs with the same settings, that of the first folder counts.
+    """
+    known, accounts = experiments(), dict[str, Account]()
+    for source in sources:
+        before = read_summary(source)
+        kept = [known[name] for name in before if name in known and runs_file(source, name).exists()]
+        if not kept:
+            raise ValueError(f"{source} keeps no runs: only reports of {', '.join(n for n, e in known.items() if e.curves)} do")
+        for experiment in kept:
+            add_kept(accounts.setdefault(experiment.name, Account(experiment.name, experiment.title)), experiment, source, before)
+    for account in accounts.values():
+        tasks = [dataclasses.asdict(result.task) for result in account.results]
+        account.asked = account.statuses[FINISHED] = len(tasks)
+        account.settings, account.sections = settings_of(tasks), known[account.name].sections(account.results)
+    return write_report([*accounts.values()], folder, page=page)
+
+
+def add_kept(account: Account, experiment: Experiment, source: Path, before: dict[str, dict[str, Any]]) -> None:
+    """Add to an account the runs that an earlier report kept, and how they were made."""
+    made, done = before[experiment.name], {result.task for result in account.results}
+    account.results += [r for r in read_runs(runs_file(source, experiment.name), experiment.task) if r.task not in done]
+    account.curves = experiment.curves
+    account.command = "\n".join(unique([*account.command.splitlines(), *made["command"].splitlines()]))
+    account.commits, account.machines = (
+        unique([*known, *([made[fact]] if fact in made else [])])
+        for known, fact in ((account.commits, "commit"), (account.machines, "machine"))
+    )
+    started, _, finished = made.get("when", "").removesuffix(" UTC").partition(" to ")
+    account.started = min(filter(None, (account.started, started)), default="")
+    account.finished = max(account.finished, finished)
 
 
 def runs_file(folder: Path, experiment: str) -> Path:

@@ -179,7 +179,7 @@ class Run:
 
     def flush(self) -> None:
         if not is_same_file(self.lock, self.directory / "lock"):
-            raise DamagedRun(f"{self.directory} was removed during its run")
+            raise DamagedRun(f"{self.directory} was removed during its run; give the command again")
         with self.database:
             self.database.executemany("INSERT INTO metrics (step, name, value) VALUES (?, ?, ?)", self.pending)
             write_facts(self.database, self.pending_facts)

@@ -51,7 +51,9 @@ def read_runs(path: Path, task: type) -> list[Result]:
     try:
         content = json.loads(gzip.decompress(path.read_bytes()))
         if content["format"] != FORMAT:
-            raise DamagedRun(f"{path} has format {content['format']}, but this version reads format {FORMAT}")
+            raise DamagedRun(
+                f"{path} has format {content['format']}, but this version reads format {FORMAT}; make the report again"
+            )
         return [
             Result(task(**content["settings"], **run["settings"]), run["results"], metrics_of(run["curves"]), {})
             for run in content["runs"]

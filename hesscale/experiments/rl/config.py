@@ -41,7 +41,7 @@ class Config:
         gae_lambda, clip, epochs, minibatches: of PPO; A2C does not use them. 0 epochs or minibatches stand for 10 and 32.
         width: units in each hidden layer.
         entropy: the coefficient of the entropy bonus.
-        backend: of :func:`hesscale.compile_step`; steps with clipped gradients or a falling step size are eager whatever it is.
+        backend: of :func:`hesscale.compile_step`.
     """
 
     algo: str

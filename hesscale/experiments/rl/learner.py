@@ -10,19 +10,19 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...compile.ensemble import ensemble
-from ...compile.step import compile_step
+from ...compile.step import CapturedStep, compile_step
 from ...optim import CurvatureOptimizer
 from ..lab.store import seeded
 from ..optimizers import AGENT_OPTIMIZERS, UNTRAINED
+from .clipping import with_clipped_gradients
 from .config import OWN, Config
 from .networks import Agent, AgentBatch, Array, Categorical, Gaussian
 from .tuning_free import TuningFree
 from .vector_env import Rollout, VectorEnv
 
-MAX_NORM = 0.5  # of gradients in CleanRL's protocol
 Optimizer: TypeAlias = CurvatureOptimizer | TuningFree
 
 
@@ -59,6 +59,7 @@ class Algorithm:
         self.shuffles = [torch.Generator().manual_seed(config.seed) for config in configs]
         self.optimizers = [optimizer_for(agent, config) for agent, config in zip(self.agents, configs, strict=True)]
         self.compile: Callable[..., None] = lambda *_: None
+        self.are_step_sizes_new = True  # since the last step
         self.step = self.make_step()
         self.is_warm = self.is_eager
         self.replica: VectorEnv | None = (
@@ -71,8 +72,8 @@ class Algorithm:
 
     @property
     def is_eager(self) -> bool:
-        """Whether steps are taken one by one and not compiled, since they do what no compiled step does."""
-        return not self.parts.isdisjoint(("gradients", "anneal")) or isinstance(self.optimizers[0], TuningFree)
+        """Whether agents take their steps one after the other, not compiled: with optimizers of other packages."""
+        return isinstance(self.optimizers[0], TuningFree)
 
     @property
     def loss(self) -> Callable[..., Tensor]:
@@ -92,13 +93,21 @@ class Algorithm:
         if self.is_eager:
             return self.eager_steps
         optimizers = [optimizer for optimizer in self.optimizers if isinstance(optimizer, CurvatureOptimizer)]
+        compiled: CapturedStep
         if len(self.agents) > 1:
-            together = ensemble(self.agents, self.loss, optimizers, backend=self.config.backend)
-            self.compile = together.warm_up
-            return together.again
-        alone = compile_step(self.agents[0], self.loss, optimizers[0], backend=self.config.backend)
-        self.compile = lambda *batch: alone.warm_up(*[tensor[0] for tensor in batch])
-        return lambda *batch: alone.again(*[tensor[0] for tensor in batch])
+            compiled = ensemble(self.agents, self.loss, optimizers, backend=self.config.backend)
+        else:
+            compiled = compile_step(self.agents[0], self.loss, optimizers[0], backend=self.config.backend)
+
+        def parts(batch: tuple[Tensor, ...]) -> Sequence[Tensor]:
+            return batch if len(self.agents) > 1 else [tensor[0] for tensor in batch]
+
+        def step(*batch: Tensor) -> Tensor:
+            is_new, self.are_step_sizes_new = self.are_step_sizes_new, False
+            return (compiled if is_new else compiled.again)(*parts(batch))
+
+        self.compile = lambda *batch: compiled.warm_up(*parts(batch))
+        return step
 
     def iterate(self, is_logged: bool = True) -> None:
         """Collect a rollout and update the agents."""
@@ -141,6 +150,7 @@ class Algorithm:
         for config, optimizer in zip(self.configs, self.optimizers, strict=True):
             for group in optimizer.param_groups:
                 group["lr"] = share * config.step_size
+        self.are_step_sizes_new = True
 
     @contextlib.contextmanager
     def own_random_numbers(self) -> Iterator[None]:
@@ -169,14 +179,12 @@ class Algorithm:
         return list(zip(self.agents, self.optimizers, strict=True))
 
     def eager_steps(self, *batch: Tensor) -> None:
-        """Steps of one agent after the other, with the norm of the gradient clipped where the protocol says so."""
+        """Steps of one agent after the other."""
         for k, (agent, optimizer) in enumerate(self.pairs()):
             if self.envs.diverged_at[k] is not None:
                 continue
             optimizer.zero_grad()
             optimizer.backward(self.loss(agent, *[tensor[k] for tensor in batch]))
-            if "gradients" in self.parts:
-                nn.utils.clip_grad_norm_(agent.parameters(), MAX_NORM)
             optimizer.step()
 
     def values(self, rollout: Rollout) -> tuple[Array, Array]:
@@ -187,11 +195,15 @@ class Algorithm:
 
     def trust_metrics(self, k: int) -> dict[str, float]:
         """η of an agent's last step and the share of its steps with η < 1, for each network."""
-        optimizer, names = self.optimizers[k], list(self.agents[k].networks)
         found: dict[str, float] = {}
-        for name, eta in zip(names, optimizer.eta, strict=False):
+        for name, eta in zip(self.agents[k].networks, self.optimizers[k].eta, strict=False):
             found |= {} if eta is None else {f"trust/eta_{name}": float(eta)}
-        return found | {f"trust/scaled_share_{names[i]}": float(share) for i, share in optimizer.scaled_share.items()}
+        return found | {f"trust/scaled_share_{name}": share for name, share in self.scaled_shares(k).items()}
+
+    def scaled_shares(self, k: int) -> dict[str, float]:
+        """The share of an agent's steps with η < 1, by network; empty without trust regions."""
+        names = list(self.agents[k].networks)
+        return {names[i]: float(share) for i, share in self.optimizers[k].scaled_share.items()}
 
     def state(self, k: int) -> dict[str, Any]:
         """The state from which an agent resumes, in a form that loads with ``weights_only=True``.
@@ -264,7 +276,12 @@ def optimizer_for(agent: Agent, config: Config) -> Optimizer:
         on_nonfinite="skip",
     )
     assert isinstance(optimizer, (CurvatureOptimizer, TuningFree))
-    return optimizer
+    if "gradients" not in config.parts:
+        return optimizer
+    if isinstance(optimizer, TuningFree):
+        optimizer.clips_gradients = True
+        return optimizer
+    return with_clipped_gradients(optimizer)
 
 
 def agent_for(env: VectorEnv, config: Config, *, orthogonal: bool) -> Agent:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..install import how_to_install
+from .clipping import clip_gradients
 
 PACKAGES = {  # by name on command lines: the module, the class, and the package to install
     "prodigy": ("prodigyopt", "Prodigy", "prodigyopt"),
@@ -38,6 +39,7 @@ class TuningFree:
             raise ModuleNotFoundError(f"the optimizer {name} needs {package}: {how_to_install('experiments')}") from None
         groups = [group["params"] if isinstance(group, dict) else [group] for group in params]
         self.own: torch.optim.Optimizer = build([p for group in groups for p in group], lr=lr)
+        self.clips_gradients = False
         self.nonfinite_steps = 0
         self.eta: list[Tensor | None] = []  # no trust region
         self.scaled_share: dict[int, Tensor] = {}
@@ -59,6 +61,8 @@ class TuningFree:
         loss.backward()
 
     def step(self) -> None:
+        if self.clips_gradients:
+            clip_gradients(self.own)
         if all(bool(p.grad.isfinite().all()) for p in self.weights if p.grad is not None):
             self.own.step()
         else:
