@@ -91,11 +91,12 @@ TINY = {"bucket_cap_mb": 1e-4}  # a bucket for nearly every parameter
 
 def batch(shape, step, size=8):
     """The whole batch of a step; a process takes its part of it."""
-    generator = torch.Generator().manual_seed(step)
+    generator, device = torch.Generator("cpu").manual_seed(step), torch.get_default_device()
     if shape is None:
-        tokens = torch.randint(11, (size, 6), generator=generator)
+        tokens = torch.randint(11, (size, 6), generator=generator, device="cpu").to(device)
         return tokens, tokens.roll(1, 1)
-    return torch.randn(size, *shape, generator=generator), torch.randint(3, (size,), generator=generator)
+    x = torch.randn(size, *shape, generator=generator, device="cpu")
+    return x.to(device), torch.randint(3, (size,), generator=generator, device="cpu").to(device)
 
 
 def part(tensors, rank, count=2):
@@ -444,7 +445,7 @@ def scaled(rank, unscale=False):
     """A gradient scaler whose factor is divided out of what is averaged."""
     model = build(perceptron, rank)
     optimizer = hesscale.AdaHesScale(model.parameters(), lr=0.01)
-    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    scaler = torch.amp.GradScaler(torch.get_default_device().type, init_scale=64.0)
     for step in range(4):
         x, y = batch((4,), step)
         for half in (0, 1):

@@ -45,9 +45,10 @@ def build(make, rank, *, layers=True, replicas=None, **options):
     model = make()
     if rank is None:
         return model
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    device = torch.get_default_device().type
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
     if replicas is not None:
-        mesh = init_device_mesh("cpu", (replicas, dist.get_world_size() // replicas), mesh_dim_names=("replicas", "shards"))
+        mesh = init_device_mesh(device, (replicas, dist.get_world_size() // replicas), mesh_dim_names=("replicas", "shards"))
     for module in list(model.modules()) if layers and make is not Tied else []:
         if isinstance(module, LAYERS):
             fully_shard(module, mesh=mesh, **options)
