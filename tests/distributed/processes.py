@@ -33,6 +33,7 @@ def run(function: Callable[..., Any], *args: Any, world_size: int = 2, backend: 
 
 def work(rank: int, function: Callable[..., Any], args: tuple[Any, ...], world_size: int, folder: str, backend: str) -> None:
     if world_size > 1:
+        faulthandler.enable()
         faulthandler.dump_traceback_later(MAX_SECONDS, exit=True)
     torch.set_num_threads(1)
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world_size)

@@ -318,7 +318,8 @@ def refusals(rank):
     calls = {"compile_step": compiling, "gradient scaler": scaling, "head='rules'": partial(hesscale.backward, entropy)}
     for name, call in calls.items():
         found[name] = refused(model, call)
-    offloaded = fully_shard(perceptron(), offload_policy=CPUOffloadPolicy(pin_memory=False))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    offloaded = fully_shard(perceptron(), mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
     replicated = build(perceptron, rank, replicas=2)
     replicated.set_requires_all_reduce(False)
     for name, model in {"CPUOffloadPolicy": offloaded, "set_requires_all_reduce": replicated}.items():
@@ -345,7 +346,8 @@ def in_bfloat16(rank):
         low.zero_grad()
         hesscale.backward(loss_of(low, x.bfloat16(), y))
         expected.append([p.hess_diag.float() for p in low.parameters()])
-    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+    mesh = init_device_mesh(torch.get_default_device().type, (dist.get_world_size(),))
+    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
     x, y = mine(batch((4,), 0), rank)
     hesscale.backward(loss_of(model, x.float(), y))
     return diagonals_of(model), [torch.stack(parts).mean(0) for parts in zip(*expected, strict=True)]
@@ -355,7 +357,8 @@ def by_columns(rank):
     """Matrices that are sharded by columns."""
     model = build(perceptron, None)
     if rank is not None:
-        fully_shard(model, shard_placement_fn=lambda p: Shard(p.dim() - 1) if p.shape[-1] % 2 == 0 else Shard(0))
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        fully_shard(model, mesh=mesh, shard_placement_fn=lambda p: Shard(p.dim() - 1) if p.shape[-1] % 2 == 0 else Shard(0))
     hesscale.backward(loss_of(model, *mine(batch((4,), 0), rank)))
     return diagonals_of(model)
 
