@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, distributed
 from torch._utils import _flatten_dense_tensors
 
+from ..distributed.averaging import check_averaged
 from ..distributed.shards import local_parts, shard_mesh
 from .bounds import needs_adam
 from .scalars import counter_dtype, is_on_host
@@ -63,8 +64,9 @@ def collect(optimizer: CurvatureOptimizer, packing: Packing) -> list[Batch]:
     """All parameters that have a gradient.
 
     Raises:
-        RuntimeError: for sparse gradients, and for Hessian diagonals that are missing or have another shape.
+        RuntimeError: for sparse gradients, and for Hessian diagonals that are missing, have another shape or are not averaged.
     """
+    check_averaged(optimizer.param_groups)
     found: list[Batch] = []
     for index in range(len(optimizer.param_groups)):
         packed = packing.packed_batch(optimizer, index)

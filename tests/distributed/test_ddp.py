@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import subprocess
 import sys
@@ -251,6 +252,50 @@ def in_a_group_of_its_own(rank):
         model = DistributedDataParallel(DistributedDataParallel(model, process_group=dist.new_group([0, 1])))
     hesscale.backward(loss_of(model, *part(batch((4,), 0), rank)))
     return [(p.grad, p.hess_diag) for p in model.parameters()]
+
+
+def wrapped_again(rank):
+    """A model is wrapped again. Only one process still has the first DDP module, which is garbage in the other."""
+    model = build(perceptron, None)
+    if rank is not None:
+        earlier, model = DistributedDataParallel(model), DistributedDataParallel(model)
+        if rank == 1:
+            del earlier
+            gc.collect()
+    for step in range(3):
+        hesscale.backward(loss_of(model, *part(batch((4,), step), rank)))
+    return [(p.grad, p.hess_diag) for p in model.parameters()]
+
+
+def shared_trunk(rank, passes):
+    """Two modules share a trunk: one loss at each step, in turn; or both, in a pass each."""
+    inner = build(partial(Branches, 2), None)
+    models = [nn.Sequential(inner.trunk, nn.Tanh(), branch) for branch in inner.branches]
+    used = models if rank is None else [DistributedDataParallel(model) for model in models]
+    optimizer = hesscale.AdaHesScale(inner.parameters(), lr=0.01, trust_radius=0.01)
+    for step in range(4):
+        for model in used if passes == 2 else [used[step % 2]]:
+            optimizer.backward(loss_of(model, *part(batch((4,), step), rank)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return recorded(inner, optimizer)
+
+
+def left_behind(rank):
+    """Curvature in the first of two parts alone, inside no_sync: its diagonals are not averaged, and the gradients are."""
+    model = build(perceptron, rank)
+    optimizer = hesscale.AdaHesScale(model.parameters())
+    x, y = part(batch((4,), 0), rank)
+    with model.no_sync():
+        optimizer.backward(loss_of(model, x, y))
+    loss_of(model, x, y).backward()
+    with pytest.raises(RuntimeError, match="later pass averaged the gradients without them"):
+        optimizer.step()
+    optimizer.zero_grad()
+    with model.no_sync():
+        optimizer.backward(loss_of(model, x, y))
+    optimizer.step()  # of each process alone, as its gradients are
+    return True
 
 
 def cleared(rank):
@@ -510,6 +555,9 @@ EQUAL = {
     "small buckets, views of them": (trained, ("convolutional",), {"ddp": {**TINY, "gradient_as_bucket_view": True}}),
     "in another order": (in_another_order, (), {}),
     "in a group of its own": (in_a_group_of_its_own, (), {}),
+    "wrapped again": (wrapped_again, (), {}),
+    "a shared trunk, in turn": (shared_trunk, (1,), {}),
+    "a shared trunk, in two passes": (shared_trunk, (2,), {}),
     "cleared": (cleared, (), {}),
     "uneven": (uneven, (), {}),
     "gradient_as_bucket_view": (trained, ("GPT",), {"ddp": {"gradient_as_bucket_view": True}}),
@@ -535,6 +583,7 @@ OTHERS = {
     "sent early": (sent_early, (), {}),
     "changed meanwhile": (changed_meanwhile, (), {}),
     "left out": (left_out, (), {}),
+    "left behind": (left_behind, (), {}),
     "signs": (signs, (), {}),
     "AdaHessian": (drawn, (hesscale.AdaHessian,), {}),
     "GGN-MC": (drawn, (hesscale.GGNMC,), {}),
@@ -653,7 +702,7 @@ def test_the_mean_over_one_process_changes_nothing(kind, ddp, monkeypatch):
         return [reference() for reference in replicas._known if reference() is not None]
 
     monkeypatch.setattr(averaging, "is_distributed", lambda: True)
-    for user in (averaging, draws):
+    for user in (replicas, draws):
         monkeypatch.setattr(user, "replicated_modules", modules)
     before = torch.get_default_dtype()
     ((sent, found, expected),) = run(partial(averaged_alone, kind=kind, **ddp), world_size=1)

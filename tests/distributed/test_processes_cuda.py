@@ -88,7 +88,7 @@ def test_one_process_with_nccl_averages_over_itself(name, overlaps, monkeypatch)
         return [reference() for reference in replicas._known if reference() is not None]
 
     monkeypatch.setattr(averaging, "is_distributed", lambda: True)
-    monkeypatch.setattr(averaging, "replicated_modules", modules)
+    monkeypatch.setattr(replicas, "replicated_modules", modules)
     monkeypatch.setattr(overlap, "BACKENDS", {"nccl"} if overlaps else set())
     function, args, options = ALONE["ddp"][name]
     (found,) = run(lambda rank: function(rank, *args, **options, ddp=test_ddp.TINY), world_size=1, backend="nccl")
