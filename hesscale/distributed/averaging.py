@@ -23,6 +23,7 @@ from .buckets import all_reduce_mean
 from .overlap import PlannedPass, make_plan, plan_of
 from .replicas import taking_part
 from .sharding import is_gathered
+from .shards import is_sharded
 
 UNKNOWN = (
     "the processes have run a collective during this backward pass, but none of the parameters belongs to a "
@@ -104,9 +105,14 @@ class AveragedPass(AbstractContextManager["AveragedPass | None"]):
                     held = {id(p) for p in replica.params}
                     others = [tensor for also in self.also for p, tensor in also() if id(p) in held]
                     all_reduce_mean(others, replica.group, None)
-            if self.collectives in (None, count_collectives(distributed.group.WORLD)) or is_gathered(self.leaves()):
-                return  # there were none, or they are FSDP's
+            if self.collectives in (None, count_collectives(distributed.group.WORLD)) or not self.is_foreign():
+                return  # there were none, or they are FSDP's or a DTensor's
             warnings.warn(UNKNOWN, CurvatureWarning, stacklevel=3)
+
+    def is_foreign(self) -> bool:
+        """Whether neither fully_shard nor tensor parallelism explains collectives of this pass."""
+        leaves = list(self.leaves())
+        return not is_gathered(leaves) and not any(is_sharded(leaf) for leaf in leaves)
 
 
 def is_distributed() -> bool:
@@ -119,6 +125,7 @@ def check_supported(module: Any) -> None:
         "join(), for uneven inputs": getattr(getattr(module, "_join_config", None), "enable", False),
         "mixed_precision=": getattr(module, "mixed_precision", None) is not None,
         "the Python reducer of compiled autograd": getattr(module, "_use_python_reducer", False),
+        "tensor parallelism": any(is_sharded(p) for p in module._module_parameters),
         "delay_all_reduce_named_params=": bool(getattr(module, "_delay_all_reduce_params", None)),
     }
     if used := [name for name, is_used in found.items() if is_used]:

@@ -1,7 +1,8 @@
 """Errors for parameters that are sharded over processes in a way that is not supported.
 
 FSDP moves their gradients to other tensors after the pass. :mod:`hesscale.distributed.fully_sharded` moves the Hessian diagonals
-of a backward pass under ``fully_shard`` in the same way. Nothing does so elsewhere.
+of a backward pass under ``fully_shard`` in the same way. Nothing does so elsewhere. Under tensor parallelism, parameters and
+activations are DTensors, and :mod:`hesscale.rules.tensor_parallel` has rules for the nodes that PyTorch puts around them.
 """
 
 from __future__ import annotations
@@ -21,16 +22,20 @@ FSDP1 = (
     "torch.distributed.fsdp.fully_shard, or train it under DistributedDataParallel"
 )
 
-FSDP2 = (
-    "fully_shard (FSDP2) has sharded a parameter of this model. hesscale.backward without inputs=, and optimizer.backward of "
-    "AdaHesScale, AdaHesScaleGN, BL89 and Adam compute Hessian diagonals of such parameters. hesscale.grad, the estimators, "
-    "AdaHessian, GGNMC, SophiaG, calibrate_every and a second optimizer in hesscale.capture are not supported. No .grad or "
-    ".hess_diag has changed"
+SUPPORTED = (
+    "hesscale.backward without inputs=, and optimizer.backward of AdaHesScale, AdaHesScaleGN, BL89 and Adam compute Hessian "
+    "diagonals of such parameters. hesscale.grad, the estimators, AdaHessian, GGNMC, SophiaG, calibrate_every and a second "
+    "optimizer in hesscale.capture are not supported. No .grad or .hess_diag has changed"
 )
-
-DTENSOR = (
-    "a parameter is a DTensor, as under tensor parallelism. Its Hessian diagonal is not supported. No .grad or .hess_diag has "
-    "changed. Train the model under fully_shard or DistributedDataParallel"
+FSDP2 = f"fully_shard (FSDP2) has sharded a parameter of this model. {SUPPORTED}"
+DTENSOR = f"a parameter is a DTensor, as under tensor parallelism. {SUPPORTED}"
+SEVERAL = (
+    "a parameter is a DTensor on a mesh of several dimensions. Its Hessian diagonal is not supported. No .grad or .hess_diag has "
+    "changed. Parallelize the model over one dimension of the mesh, or train it under fully_shard or DistributedDataParallel"
+)
+LOSS = (
+    "the loss is a DTensor, and so are the model's outputs. No .grad or .hess_diag has changed. Let the last layer return local "
+    "tensors (use_local_output=True) that are replicated, or call full_tensor() on the outputs"
 )
 
 
@@ -40,16 +45,24 @@ def check_unsharded(leaves: Iterable[Tensor]) -> None:
         return
     leaves = list(leaves)
     check_plain(leaves)
+    if any(is_sharded(leaf) for leaf in leaves):
+        raise UnsupportedOperator(DTENSOR)
     if is_gathered(leaves):
         raise UnsupportedOperator(FSDP2)
 
 
-def check_plain(leaves: list[Tensor]) -> None:
-    """Raise if one of these leaves is a DTensor or belongs to FSDP1."""
+def check_plain(leaves: list[Any]) -> None:
+    """Raise if one of these leaves belongs to FSDP1, or is a DTensor on a mesh of several dimensions."""
+    if any(is_sharded(leaf) and leaf.device_mesh.ndim > 1 for leaf in leaves):
+        raise UnsupportedOperator(SEVERAL)
     if any(getattr(leaf, "_is_flat_param", False) for leaf in leaves):
         raise UnsupportedOperator(FSDP1)
-    if any(is_sharded(leaf) for leaf in leaves):
-        raise UnsupportedOperator(DTENSOR)
+
+
+def check_local(loss: Tensor) -> None:
+    """Raise if a loss is a DTensor."""
+    if is_sharded(loss):
+        raise UnsupportedOperator(LOSS)
 
 
 def is_gathered(leaves: Iterable[Tensor]) -> bool:

@@ -56,7 +56,16 @@ def build(make, rank, *, layers=True, replicas=None, **options):
 
 
 def whole(tensor):
-    return tensor.full_tensor().clone() if isinstance(tensor, DTensor) else tensor.clone()
+    """The tensor of all processes, from a DTensor too."""
+    if not isinstance(tensor, DTensor):
+        return tensor.clone()
+    shards = [dim for dim, placement in enumerate(tensor.placements) if placement.is_shard()]
+    if tensor.device.type == "cpu" or not shards:
+        return tensor.full_tensor().clone()
+    (dim,), mesh = shards, tensor.device_mesh  # full_tensor ends with a segmentation fault where gloo gathers CUDA tensors
+    parts = [None] * mesh.size(dim)
+    dist.all_gather_object(parts, tensor.to_local().cpu(), group=mesh.get_group(dim))
+    return torch.cat(parts, tensor.placements[dim].dim).to(tensor.device)
 
 
 def diagonals_of(model):

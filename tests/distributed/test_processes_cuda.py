@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import test_ddp
 import test_fsdp
+import test_tensor_parallel
 import torch
 from processes import run
 
@@ -13,7 +14,7 @@ from hesscale.distributed import averaging, overlap, replicas
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
-TABLES = {"ddp": test_ddp.EQUAL, "fsdp": test_fsdp.EQUAL}
+TABLES = {"ddp": test_ddp.EQUAL, "fsdp": test_fsdp.EQUAL}  # and no tensor parallelism: gloo does not gather CUDA tensors for it
 ALONE = {  # cases for NCCL with one process, which has the whole batch
     "ddp": {name: (test_ddp.trained, (name,), {"count": 1}) for name in test_ddp.MODELS},
     "fsdp": {name: test_fsdp.EQUAL[name] for name in ("perceptron", "GPT", "GPT, trust region", "tied and frozen weights")},
@@ -101,6 +102,13 @@ def test_one_process_with_nccl_trains_its_shards(name):
     function, args, options = ALONE["fsdp"][name]
     (found,) = run(lambda rank: function(rank, *args, **options), world_size=1, backend="nccl")
     compare(found, whole("fsdp", ALONE["fsdp"][name]))
+
+
+@pytest.mark.parametrize("name", ["by heads and columns", "by sequences, bounded", "in DTensors", "at the input"])
+def test_one_process_with_nccl_is_tensor_parallel(name):
+    function, options = test_tensor_parallel.EQUAL[name]
+    (found,) = run(lambda rank: function(rank, **options), world_size=1, backend="nccl")
+    compare(found, function(None, **options))
 
 
 def reduced(rank):

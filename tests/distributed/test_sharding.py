@@ -1,4 +1,4 @@
-"""What is not supported for parameters that FSDP or tensor parallelism shards raises an error before anything changes."""
+"""What is not supported for parameters that are sharded over processes raises an error before anything changes."""
 
 from __future__ import annotations
 
@@ -103,23 +103,26 @@ def test_sharded_parameters_are_refused_before_anything_changes(world_size):
 
 
 def tensor_parallel(rank):
-    """What is said about a tensor-parallel model, about one that is wholly of DTensors, and about one that is sharded as well."""
+    """What is said about a model wholly of DTensors, and about one that is tensor-parallel and sharded as well."""
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    parallel = parallelize_module(perceptron(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     whole = distribute_module(perceptron(), mesh)
     meshes = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "tensor"))
     both = parallelize_module(perceptron(), meshes["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     fully_shard(both, mesh=meshes["data"])
+    several = distribute_module(perceptron(), meshes)
     found, data = [], torch.randn(5, 3)
-    for model, x in ((parallel, data), (whole, distribute_tensor(data, mesh)), (both, data)):
+    cases = ((whole, distribute_tensor(data, mesh)), (both, data), (several, distribute_tensor(data, meshes)))
+    for index, (model, x) in enumerate(cases):
+        loss = model(x).square().mean()
         with pytest.raises(hesscale.UnsupportedOperator) as caught:
-            hesscale.backward(model(x).square().mean(), fallback="exact")
+            hesscale.backward(loss.full_tensor() if index == 2 else loss, fallback="exact")
         assert all(p.grad is None and getattr(p, "hess_diag", None) is None for p in model.parameters())
         found.append(str(caught.value))
     return found
 
 
-def test_tensor_parallel_models_are_refused():
+def test_dtensors_are_refused_elsewhere():
     (found,) = run(tensor_parallel, world_size=1)
-    assert all("DTensor" in said for said in found[:2])
-    assert "tensor parallelism" in found[2]
+    assert "the loss is a DTensor" in found[0]
+    assert "tensor parallelism" in found[1]
+    assert "several dimensions" in found[2]
