@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils.checkpoint import checkpoint
 
 import hesscale
 from hesscale.distributed import fully_sharded
@@ -35,7 +36,26 @@ class Tied(nn.Module):
         return self.head(self.norm(self.hidden(self.embedding(tokens)).tanh())).flatten(0, 1)
 
 
-MODELS = {"perceptron": (perceptron, (4,)), "convolutional": (convolutional, (1, 6, 6)), "GPT": (GPT, None), "tied": (Tied, None)}
+class Twice(nn.Module):
+    """A layer that runs twice, and others whose activations are computed again in the backward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.repeated, self.last = nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        h = checkpoint(self.first, x, use_reentrant=False).tanh()
+        h = self.repeated(self.repeated(h).tanh()).tanh()
+        return checkpoint(self.last, h, use_reentrant=False)
+
+
+MODELS = {
+    "perceptron": (perceptron, (4,)),
+    "convolutional": (convolutional, (1, 6, 6)),
+    "GPT": (GPT, None),
+    "tied": (Tied, None),
+    "twice": (Twice, (4,)),
+}
 LAYERS = (nn.Linear, nn.LayerNorm, nn.Embedding)
 
 
@@ -114,6 +134,18 @@ def trained(rank, name, how="optimizer", kind=hesscale.AdaHesScale, fsdp=None, *
     losses = (mean_of_parts(model, batch(shape, step), rank, count) for step in range(STEPS))
     diagonals = [take_step(optimizer, model, loss, how) for loss in losses]
     return {**recorded(model, optimizer), "diagonals": diagonals}
+
+
+def in_groups(rank):
+    """Two groups with a trust region each, and bounds that need means and lengths of whole parameters."""
+    model = build(GPT, rank)
+    groups = [{"params": [p for p in model.parameters() if (p.dim() > 1) == is_matrix]} for is_matrix in (True, False)]
+    groups[0] |= {"weight_decay": 0.1, "graft": (0.5, 0.7)}
+    bounds = {"trust_radius": 1e-3, "trust_region": "group", "damping": 0.3, "update_clip": 0.3, "maximize": True}
+    optimizer = hesscale.AdaHesScale(groups, lr=0.01, curvature_warmup=2, **bounds)
+    for step in range(STEPS):
+        take_step(optimizer, model, loss_of(model, *mine(batch(None, step), rank)))
+    return recorded(model, optimizer)
 
 
 def accumulated(rank, synchronized=False):
@@ -247,6 +279,9 @@ EQUAL = {
     "one by one": (trained, ("perceptron",), {"foreach": False, **TRUST}),
     "update_clip, weight decay": (trained, ("perceptron",), {"update_clip": 0.5, "weight_decay": 0.1}),
     "not resharded": (trained, ("GPT",), KEPT),
+    "resharded in part": (trained, ("GPT",), {"fsdp": {"reshard_after_forward": 2}}),
+    "a layer that runs twice, and checkpoints": (trained, ("twice",), TRUST),
+    "all bounds, in groups": (in_groups, (), {}),
     "root alone": (trained, ("GPT",), {"fsdp": {"layers": False}}),
     "root alone, resharded": (trained, ("perceptron",), {"fsdp": {"layers": False, "reshard_after_forward": True}}),
     "resharded": (trained, ("GPT",), {"fsdp": {"reshard_after_forward": True}}),
@@ -264,7 +299,14 @@ EQUAL = {
     "divisor": (divided, (), {}),
     "not finite": (nonfinite, (), {}),
 }
-FOUR = ("GPT", "perceptron", "replicas", "GPT, trust region", "accumulated")  # in four processes, some shards are empty
+FOUR = (
+    "GPT",
+    "perceptron",
+    "replicas",
+    "GPT, trust region",
+    "accumulated",
+    "resharded in part",
+)  # in four processes, some shards are empty
 
 
 def cases(rank, names):

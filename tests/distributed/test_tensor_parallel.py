@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -287,6 +288,17 @@ def test_a_checkpoint_is_loaded_in_one_process(tmp_path):
     torch.testing.assert_close(found, saved(None, None), rtol=1e-9, atol=1e-12)
 
 
+def sent(rank):
+    """How many collectives a backward pass takes, and how many one with curvature."""
+    found = []
+    for run_backward in (torch.autograd.backward, hesscale.backward):
+        loss = loss_of(build(GPT, rank, heads_and_columns), *batch(None, 0))
+        with CommDebugMode() as counted:
+            run_backward(loss)
+        found.append(counted.get_total_counts())
+    return found
+
+
 def refusals(rank):
     """What is said about what is not supported, and whether something has changed by then."""
     found = {}
@@ -316,8 +328,13 @@ def refusals(rank):
     return found
 
 
-def test_what_is_not_supported_is_refused_before_anything_changes():
-    for found in run(refusals):
+def others(rank):
+    return sent(rank), refusals(rank)
+
+
+def test_each_collective_is_doubled_and_the_rest_is_refused_before_anything_changes():
+    for (plain, curved), found in run(others):
+        assert 0 < 2 * plain == curved
         for name, (said, has_changed) in found.items():
             assert name in said, (name, said)
             assert not has_changed, name
