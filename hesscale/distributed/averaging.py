@@ -125,7 +125,6 @@ def check_supported(module: Any) -> None:
         "join(), for uneven inputs": getattr(getattr(module, "_join_config", None), "enable", False),
         "mixed_precision=": getattr(module, "mixed_precision", None) is not None,
         "the Python reducer of compiled autograd": getattr(module, "_use_python_reducer", False),
-        "tensor parallelism": any(is_sharded(p) for p in module._module_parameters),
         "delay_all_reduce_named_params=": bool(getattr(module, "_delay_all_reduce_params", None)),
     }
     if used := [name for name, is_used in found.items() if is_used]:
