@@ -31,7 +31,7 @@ FSDP2 = f"fully_shard (FSDP2) has sharded a parameter of this model. {SUPPORTED}
 DTENSOR = f"a parameter is a DTensor, as under tensor parallelism. {SUPPORTED}"
 SEVERAL = (
     "a parameter is a DTensor on a mesh of several dimensions. Its Hessian diagonal is not supported. No .grad or .hess_diag has "
-    "changed. Parallelize the model over one dimension of the mesh, or train it under fully_shard or DistributedDataParallel"
+    "changed. Parallelize the model over one dimension of the mesh. fully_shard may take another"
 )
 LOSS = (
     "the loss is a DTensor, and so are the model's outputs. No .grad or .hess_diag has changed. Let the last layer return local "

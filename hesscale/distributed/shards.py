@@ -16,15 +16,15 @@ def is_sharded(tensor: Tensor) -> bool:
     return kind is not None and isinstance(tensor, kind)
 
 
-def shard_mesh(tensor: Tensor) -> tuple[Any, int | None] | None:
-    """The mesh of a DTensor and the dimension along which it is sharded, None if it is replicated; None for any other tensor."""
+def shard_mesh(tensor: Tensor) -> tuple[Any, tuple[int, ...]] | None:
+    """The mesh of a DTensor and the dimensions along which it is sharded; None for any other tensor."""
     if not is_sharded(tensor):
         return None
     found: Any = tensor
-    shards = [dim for dim, placement in enumerate(found.placements) if not placement.is_replicate()]
-    if len(shards) > 1 or not all(found.placements[dim].is_shard() for dim in shards):
-        raise RuntimeError(f"a parameter has the placements {found.placements}. hesscale's optimizers take one sharded dimension")
-    return found.device_mesh, shards[0] if shards else None
+    dims = tuple([dim for dim, placement in enumerate(found.placements) if not placement.is_replicate()])
+    if any(found.placements[dim].is_partial() for dim in dims):
+        raise RuntimeError(f"a parameter has the placements {found.placements}; hesscale's optimizers take shards and replicas")
+    return found.device_mesh, dims
 
 
 def placed_like(tensor: Any, like: Any) -> Any:
@@ -42,11 +42,11 @@ def local_parts(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def sum_over(mesh: Any, value: Tensor) -> Tensor:
     """The sum of the values of processes with different shards; the value itself where there are none."""
-    if mesh is None or mesh[1] is None or mesh[0].size(mesh[1]) == 1:
-        return value
-    total = value.clone()
-    distributed.all_reduce(total, group=mesh[0].get_group(mesh[1]))
-    return total
+    for dim in () if mesh is None else mesh[1]:
+        if mesh[0].size(dim) > 1:
+            value = value.clone()
+            distributed.all_reduce(value, group=mesh[0].get_group(dim))
+    return value
 
 
 def holds_everywhere(meshes: Iterable[Any], is_true: Tensor) -> Tensor:

@@ -9,12 +9,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from processes import run
-from test_ddp import batch, loss_of, perceptron
+from test_ddp import batch, loss_of, part, perceptron
 from test_fsdp import refused, whole
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import (
@@ -77,26 +78,28 @@ def build(make, rank, parallelize):
     return model
 
 
-def heads_and_columns(model, head=None):
+def heads_and_columns(model, over=None, head=None):
     """Each process has some of the heads and some columns of the hidden layers; the other modules are not parallel."""
+    over = over or mesh()
     for block in model.blocks:
         column, row = ColwiseParallel(), RowwiseParallel()
-        parallelize_module(block, mesh(), {**dict.fromkeys(("q", "k", "v", "up"), column), "out": row, "down": row})
-    parallelize_module(model, mesh(), {"head": head or ColwiseParallel(output_layouts=Replicate())})
+        parallelize_module(block, over, {**dict.fromkeys(("q", "k", "v", "up"), column), "out": row, "down": row})
+    parallelize_module(model, over, {"head": head or ColwiseParallel(output_layouts=Replicate())})
 
 
-def sequences(model):
+def sequences(model, over=None):
     """Between the layers, each process has some positions of the sequences; embedding and norms are parallel too."""
+    over = over or mesh()
     outer = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "norm": SequenceParallel(),
         "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
     }
-    parallelize_module(model, mesh(), outer)
+    parallelize_module(model, over, outer)
     for block in model.blocks:
         column, row = ColwiseParallel(input_layouts=Shard(1)), RowwiseParallel(output_layouts=Shard(1))
         plan = {**dict.fromkeys(("q", "k", "v", "up"), column), "out": row, "down": row}
-        parallelize_module(block, mesh(), plan | dict.fromkeys(("norms.0", "norms.1"), SequenceParallel()))
+        parallelize_module(block, over, plan | dict.fromkeys(("norms.0", "norms.1"), SequenceParallel()))
 
 
 def embedding_by_columns(model):
@@ -167,6 +170,32 @@ def trained(rank, make=GPT, parallelize=heads_and_columns, how="optimizer", kind
     return {**recorded(model, optimizer), "derivatives": found}
 
 
+def sharded_as_well(rank, parallelize=heads_and_columns, parts=1, **options):
+    """Pairs of processes are tensor-parallel, and fully_shard divides batches and parameters among the pairs."""
+    place = (0, 1)  # among the pairs, and their number
+
+    def parallelize_both(model):
+        nonlocal place
+        pairs = dist.get_world_size() // 2
+        meshes = init_device_mesh("cpu", (pairs, 2), mesh_dim_names=("pairs", "tensor"))
+        parallelize(model, meshes["tensor"])
+        for module in (*model.blocks, model):
+            fully_shard(module, mesh=meshes["pairs"])
+        place = meshes["pairs"].get_local_rank(), pairs
+
+    model = build(GPT, rank, parallelize_both)
+    optimizer = hesscale.AdaHesScale(model.parameters(), lr=0.01, **options)
+    for step in range(STEPS):
+        for index in range(parts):
+            if rank is not None:
+                model.set_requires_gradient_sync(index == parts - 1)
+            optimizer.backward(loss_of(model, *part(batch(None, parts * step + index), *place)))
+        found = derivatives(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {**recorded(model, optimizer), "derivatives": found}
+
+
 def of_some(rank):
     """An optimizer that has only some of the parameters."""
     model = build(GPT, rank, heads_and_columns)
@@ -214,10 +243,13 @@ EQUAL = {
     "checkpointed": (trained, {"make": partial(GPT, is_checkpointed=True)}),
     "curvature_every": (trained, {"curvature_every": 2, **BOUNDS}),
     "of some parameters": (of_some, {}),
+    "sharded as well": (sharded_as_well, {"parts": 2}),
+    "by sequences, bounded and sharded as well": (sharded_as_well, {"parallelize": sequences, **BOUNDS}),
     "at the input": (at_the_input, {}),
     "frozen": (frozen, {}),
 }
 FOUR = ("by heads and columns", "bounded", "embedding by columns", "hesscale.backward")
+FOUR_IN_PAIRS = ("sharded as well", "by sequences, bounded and sharded as well")
 
 
 def cases(rank, names):
@@ -248,10 +280,10 @@ def test_two_processes_train_like_one(name, ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 4])
-def test_other_numbers_of_processes_train_like_one(world_size):
-    for rank in run(cases, FOUR, world_size=world_size):
-        for name in FOUR:
+@pytest.mark.parametrize(("names", "world_size"), [(FOUR, 1), (FOUR + FOUR_IN_PAIRS, 4)])
+def test_other_numbers_of_processes_train_like_one(names, world_size):
+    for rank in run(cases, names, world_size=world_size):
+        for name in names:
             assert_equal(rank[name], name)
 
 
