@@ -7,6 +7,7 @@ activations are DTensors, and :mod:`hesscale.rules.tensor_parallel` has rules fo
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -32,6 +33,10 @@ DTENSOR = f"a parameter is a DTensor, as under tensor parallelism. {SUPPORTED}"
 SEVERAL = (
     "a parameter is a DTensor on a mesh of several dimensions. Its Hessian diagonal is not supported. No .grad or .hess_diag has "
     "changed. Parallelize the model over one dimension of the mesh. fully_shard may take another"
+)
+DIVIDED = (
+    "ZeroRedundancyOptimizer gives each process an optimizer for some of the parameters, so the trust region and the check for "
+    "non-finite numbers would not be those of the whole model. No parameter has changed. Train the model under fully_shard"
 )
 LOSS = (
     "the loss is a DTensor, and so are the model's outputs. No .grad or .hess_diag has changed. Let the last layer return local "
@@ -63,6 +68,16 @@ def check_local(loss: Tensor) -> None:
     """Raise if a loss is a DTensor."""
     if is_sharded(loss):
         raise UnsupportedOperator(LOSS)
+
+
+def check_undivided(optimizer: object) -> None:
+    """Raise if an optimizer is the part of a ZeroRedundancyOptimizer in this process. It takes a search through all objects."""
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    if module is None:  # which PyTorch imports for those alone who use it
+        return
+    for thing in gc.get_objects():
+        if issubclass(type(thing), module.ZeroRedundancyOptimizer) and getattr(thing, "optim", None) is optimizer:
+            raise UnsupportedOperator(DIVIDED)
 
 
 def is_gathered(leaves: Iterable[Tensor]) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor, distributed
 from torch._utils import _flatten_dense_tensors
 
 from ..distributed.averaging import check_averaged
+from ..distributed.sharding import check_undivided
 from ..distributed.shards import local_parts, placed_like, shard_mesh
 from .bounds import needs_adam
 from .scalars import counter_dtype, is_on_host
@@ -68,6 +69,8 @@ def collect(optimizer: CurvatureOptimizer, packing: Packing) -> list[Batch]:
         RuntimeError: for sparse gradients, and for Hessian diagonals that are missing, have another shape or are not averaged.
     """
     check_averaged(optimizer.param_groups)
+    if optimizer.param_groups[0]["step_count"] == 0:
+        check_undivided(optimizer)
     found: list[Batch] = []
     for index in range(len(optimizer.param_groups)):
         packed = packing.packed_batch(optimizer, index)

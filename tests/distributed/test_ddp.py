@@ -536,6 +536,19 @@ def refusals(rank):
     return found
 
 
+def divided(rank):
+    """An optimizer whose processes each have some of the parameters: η would not be that of all."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # which other tests do without
+
+    model = build(perceptron, rank)
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), hesscale.AdaHesScale, trust_radius=1e-9)
+    hesscale.backward(loss_of(model, *part(batch((4,), 0), rank)))
+    with pytest.raises(hesscale.UnsupportedOperator, match="ZeroRedundancyOptimizer"):
+        optimizer.step()
+    return all(torch.equal(p, earlier) for p, earlier in zip(model.parameters(), before, strict=True))
+
+
 def refused(model, call):
     try:
         call()
@@ -589,6 +602,7 @@ OTHERS = {
     "GGN-MC": (drawn, (hesscale.GGNMC,), {}),
     "by hand": (averaged_by_hand, (), {}),
     "refusals": (refusals, (), {}),
+    "divided": (divided, (), {}),
 }
 LOOPS = {"accelerate": ["accelerate", "transformers"], "trainer": ["accelerate", "transformers"], "lightning": ["lightning"]}
 
@@ -680,6 +694,10 @@ def test_what_does_not_average_is_refused_before_anything_changes(ranks):
         for name, (said, changed) in rank["refusals"].items():
             assert "DistributedDataParallel" in said, name
             assert not changed, name
+
+
+def test_an_optimizer_of_some_parameters_in_each_process_is_refused(ranks):
+    assert all(rank["divided"] for rank in ranks)
 
 
 def averaged_alone(rank, kind, **ddp):
