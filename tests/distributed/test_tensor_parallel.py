@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from processes import run
-from test_ddp import batch, loss_of, part, perceptron
+from test_ddp import ROOT, batch, loss_of, part, perceptron, torchrun
 from test_fsdp import refused, whole
 from torch import distributed as dist
 from torch import nn
@@ -386,3 +386,8 @@ def test_a_sum_that_is_scaled_is_refused():
             self.forward_input_placements = (Mean(),)
 
     assert "not summed" in tensor_parallel.refuse(Function())
+
+
+@pytest.mark.slow
+def test_the_example_runs():
+    assert "after 5 steps on 2 processes" in torchrun(ROOT / "examples/tp_gpt.py", "--steps", "5")
