@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 import hesscale
 from hesscale.rules import tensor_parallel
 
-STEPS, WIDTH = 4, 8
+STEPS, WIDTH = 3, 8
 BOUNDS = {"trust_radius": 1e-3, "damping": 0.2, "graft": (0.5, 0.7), "update_clip": 0.5}
 
 
