@@ -75,8 +75,8 @@ def compile_step(
         )
     if backend != "eager" and any(is_sharded(p) for p in model.parameters()):
         raise ValueError(
-            "compile_step cannot gather parameters that fully_shard (FSDP2) has sharded. Pass backend='eager', or train with "
-            "optimizer.backward(loss) and optimizer.step()"
+            "compile_step takes no DTensors, as under fully_shard (FSDP2) and tensor parallelism. Pass backend='eager', or train "
+            "with optimizer.backward(loss) and optimizer.step()"
         )
     return CompiledStep(model, loss_fn, FunctionalOptimizer(optimizer, options), Training(backend, cuda_graph))
 

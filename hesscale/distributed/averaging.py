@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -20,13 +21,16 @@ from torch.nn.parallel import DistributedDataParallel
 from ..errors import CurvatureWarning, UnsupportedOperator
 from .buckets import all_reduce_mean
 from .overlap import PlannedPass, make_plan, plan_of
-from .replicas import replicated_modules
+from .replicas import taking_part
 from .sharding import is_gathered
+from .shards import is_sharded
 
 UNKNOWN = (
     "the processes have run a collective during this backward pass, but none of the parameters belongs to a "
     "DistributedDataParallel module, so hess_diag is not averaged. If the gradients were averaged, average hess_diag as well"
 )
+# For each DDP module, the gradients that parameters had when a pass left their diagonals in this process
+_unsent: weakref.WeakKeyDictionary[DistributedDataParallel, dict[int, tuple[int, int]]] = weakref.WeakKeyDictionary()
 _thread = threading.local()  # .outermost: the open block that averages, if there is one
 Also = Callable[[], list[tuple[Tensor, Tensor]]]
 
@@ -72,10 +76,7 @@ class AveragedPass(AbstractContextManager["AveragedPass | None"]):
             outermost.also += self.also
             outermost.changes_later |= self.changes_later
             return outermost
-        modules = list(replicated_modules())
-        if modules:
-            touched = {id(leaf) for leaf in self.leaves()}
-            modules = [module for module in modules if any(id(p) in touched for p in module._module_parameters)]
+        modules = taking_part(self.leaves())
         for module in modules:
             check_supported(module)
         self.replicas = [Replica(module) for module in modules]
@@ -96,14 +97,22 @@ class AveragedPass(AbstractContextManager["AveragedPass | None"]):
         _thread.outermost = None
         if error is None:
             with torch.no_grad():
-                for replica in [replica for replica in self.replicas if replica.has_communicated()]:
+                communicated = [replica for replica in self.replicas if replica.has_communicated()]
+                for replica in self.replicas:
+                    replica.note_unsent(is_sent=replica in communicated)
+                for replica in communicated:
                     replica.average(self.dtype)
                     held = {id(p) for p in replica.params}
                     others = [tensor for also in self.also for p, tensor in also() if id(p) in held]
                     all_reduce_mean(others, replica.group, None)
-            if self.collectives in (None, count_collectives(distributed.group.WORLD)) or is_gathered(self.leaves()):
-                return  # there were none, or they are FSDP's
+            if self.collectives in (None, count_collectives(distributed.group.WORLD)) or not self.is_foreign():
+                return  # there were none, or they are FSDP's or a DTensor's
             warnings.warn(UNKNOWN, CurvatureWarning, stacklevel=3)
+
+    def is_foreign(self) -> bool:
+        """Whether neither fully_shard nor tensor parallelism explains collectives of this pass."""
+        leaves = list(self.leaves())
+        return not is_gathered(leaves) and not any(is_sharded(leaf) for leaf in leaves)
 
 
 def is_distributed() -> bool:
@@ -202,12 +211,35 @@ class Replica:
                 "their sum"
             )
 
+    def note_unsent(self, *, is_sent: bool) -> None:
+        """Note the diagonals that a pass inside no_sync has left in this process, for :func:`check_averaged`."""
+        _unsent.pop(self.module, None)
+        if not is_sent and not self.module.require_forward_param_sync:
+            _unsent[self.module] = {id(p): gradient_state(p) for p in self.params if getattr(p, "hess_diag", None) is not None}
+
     def own_diagonal(self, p: Any, before: tuple[bool, Tensor | None, int]) -> Tensor | None:
         """This process's accumulated diagonal; None if the parameter had no gradient and the pass has not reached it."""
         starts_afresh, *earlier = before
         diagonal, version = state(p)
         is_filled = diagonal is not earlier[0] or version != earlier[1]
         return None if starts_afresh and not is_filled else diagonal
+
+
+def check_averaged(groups: Iterable[dict[str, Any]]) -> None:
+    """Raise if diagonals of an optimizer's groups stayed in this process, and a later pass averaged the gradients alone."""
+    params = [p for group in groups for p in group["params"] if getattr(p, "hess_diag", None) is not None] if _unsent else []
+    for module, noted in _unsent.items():
+        is_behind = any(id(p) in noted and noted[id(p)] != gradient_state(p) for p in params)
+        if is_behind and module.require_forward_param_sync:  # DDP has prepared to average since
+            raise RuntimeError(
+                "a pass inside no_sync() has computed Hessian diagonals, and a later pass averaged the gradients without them, "
+                "so hess_diag differs between the processes. Compute diagonals in the pass that averages the gradients as well"
+            )
+
+
+def gradient_state(p: Tensor) -> tuple[int, int]:
+    """Whether a gradient has changed shows in these numbers."""
+    return id(p.grad), version(p.grad)
 
 
 def state(p: Any) -> tuple[Tensor | None, int]:

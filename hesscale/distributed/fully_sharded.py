@@ -15,6 +15,7 @@ from torch import Tensor, distributed
 
 from ..errors import UnsupportedOperator
 from .sharding import check_plain, gathered_parameters, groups_of
+from .shards import is_sharded, local_parts, placed_like
 
 REFUSED = (
     "fully_shard (FSDP2) with {} is not supported with Hessian diagonals. No .grad or .hess_diag has changed. Leave it out, or "
@@ -54,7 +55,6 @@ def check_supported(group: Any) -> None:
     found = {
         "replicate": type(group.mesh_info).__name__ not in ("FSDPMeshInfo", "HSDPMeshInfo"),
         "set_requires_all_reduce(False)": replicas_of(group) is not None and group.reduce_grads and not group.all_reduce_grads,
-        "tensor parallelism": any(param.is_dtensor for param in params),
         "CPUOffloadPolicy": any(param.offload_to_cpu for param in params),
         "an all-reduce hook": group._all_reduce_hook is not None,
         "parameters that define their own all-gather": any(
@@ -113,8 +113,13 @@ class ShardedPass:
 
     def add(self, param: Any, diagonal: Tensor | None) -> None:
         leaf = param._unsharded_param
+        if is_sharded(leaf):  # under tensor parallelism too: fully_shard divides this process's part of it
+            (part,) = local_parts([leaf])
+            diagonal = None if diagonal is None else local_parts([placed_like(diagonal, leaf)])[0]
+        else:
+            part = leaf
         present = getattr(leaf, "hess_diag", None)
-        total = torch.zeros(leaf.shape, dtype=param.orig_dtype, device=leaf.device) if present is None else present
+        total = torch.zeros(part.shape, dtype=param.orig_dtype, device=part.device) if present is None else present
         leaf.hess_diag = total if diagonal is None else total.add_(diagonal)
 
     def is_wanted(self, param: Any) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from torch import Tensor, distributed, nn
 from torch.nn.modules.module import register_module_module_registration_hook
@@ -41,12 +42,38 @@ note_earlier_modules()
 
 
 def replicated_modules() -> Iterator[DistributedDataParallel]:
-    """The DDP modules whose process group has more than one process."""
+    """The DDP modules whose process group has more than one process, the newest first."""
     if _known and distributed.is_initialized():
-        for reference in list(_known):
+        for reference in _known[::-1]:
             module = reference()
             if module is not None and hasattr(module, "_module_parameters") and module.process_group.size() > 1:
                 yield module
+
+
+def taking_part(leaves: Iterable[Tensor]) -> list[DistributedDataParallel]:
+    """The DDP modules that average gradients in a pass to these leaves.
+
+    Several may hold one parameter, and not all of them need be in the graph: a model may have been wrapped again, or two models
+    share a trunk. A module is left out if others average all that it would. It may also have been deleted, and processes may
+    collect such garbage at different times, so their decisions must not depend on it.
+    """
+    modules = [(module, {id(p) for p in module._module_parameters if p.requires_grad}) for module in replicated_modules()]
+    if not modules:
+        return []
+    touched = {id(leaf) for leaf in leaves}
+    candidates = []
+    for module, params in modules:
+        is_whole = module.find_unused_parameters or module.static_graph or params <= touched
+        if not params.isdisjoint(touched):
+            candidates.append((is_whole, module, params if is_whole else params & touched))
+    held: dict[Any, set[int]] = {}  # by process group
+    found = []
+    for _, module, averaged in sorted(candidates, key=lambda candidate: not candidate[0]):
+        others = held.setdefault(module.process_group, set())
+        if not averaged <= others:
+            found.append(module)
+            others |= averaged
+    return found
 
 
 def is_replicated(params: Iterable[Tensor]) -> bool:

@@ -1,11 +1,13 @@
 """Errors for parameters that are sharded over processes in a way that is not supported.
 
 FSDP moves their gradients to other tensors after the pass. :mod:`hesscale.distributed.fully_sharded` moves the Hessian diagonals
-of a backward pass under ``fully_shard`` in the same way. Nothing does so elsewhere.
+of a backward pass under ``fully_shard`` in the same way. Nothing does so elsewhere. Under tensor parallelism, parameters and
+activations are DTensors, and :mod:`hesscale.rules.tensor_parallel` has rules for the nodes that PyTorch puts around them.
 """
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -21,16 +23,24 @@ FSDP1 = (
     "torch.distributed.fsdp.fully_shard, or train it under DistributedDataParallel"
 )
 
-FSDP2 = (
-    "fully_shard (FSDP2) has sharded a parameter of this model. hesscale.backward without inputs=, and optimizer.backward of "
-    "AdaHesScale, AdaHesScaleGN, BL89 and Adam compute Hessian diagonals of such parameters. hesscale.grad, the estimators, "
-    "AdaHessian, GGNMC, SophiaG, calibrate_every and a second optimizer in hesscale.capture are not supported. No .grad or "
-    ".hess_diag has changed"
+SUPPORTED = (
+    "hesscale.backward without inputs=, and optimizer.backward of AdaHesScale, AdaHesScaleGN, BL89 and Adam compute Hessian "
+    "diagonals of such parameters. hesscale.grad, the estimators, AdaHessian, GGNMC, SophiaG, calibrate_every and a second "
+    "optimizer in hesscale.capture are not supported. No .grad or .hess_diag has changed"
 )
-
-DTENSOR = (
-    "a parameter is a DTensor, as under tensor parallelism. Its Hessian diagonal is not supported. No .grad or .hess_diag has "
-    "changed. Train the model under fully_shard or DistributedDataParallel"
+FSDP2 = f"fully_shard (FSDP2) has sharded a parameter of this model. {SUPPORTED}"
+DTENSOR = f"a parameter is a DTensor, as under tensor parallelism. {SUPPORTED}"
+SEVERAL = (
+    "a parameter is a DTensor on a mesh of several dimensions. Its Hessian diagonal is not supported. No .grad or .hess_diag has "
+    "changed. Parallelize the model over one dimension of the mesh. fully_shard may take another"
+)
+DIVIDED = (
+    "ZeroRedundancyOptimizer gives each process an optimizer for some of the parameters, so the trust region and the check for "
+    "non-finite numbers would not be those of the whole model. No parameter has changed. Train the model under fully_shard"
+)
+LOSS = (
+    "the loss is a DTensor, and so are the model's outputs. No .grad or .hess_diag has changed. Let the last layer return local "
+    "tensors (use_local_output=True) that are replicated, or call full_tensor() on the outputs"
 )
 
 
@@ -40,16 +50,34 @@ def check_unsharded(leaves: Iterable[Tensor]) -> None:
         return
     leaves = list(leaves)
     check_plain(leaves)
+    if any(is_sharded(leaf) for leaf in leaves):
+        raise UnsupportedOperator(DTENSOR)
     if is_gathered(leaves):
         raise UnsupportedOperator(FSDP2)
 
 
-def check_plain(leaves: list[Tensor]) -> None:
-    """Raise if one of these leaves is a DTensor or belongs to FSDP1."""
+def check_plain(leaves: list[Any]) -> None:
+    """Raise if one of these leaves belongs to FSDP1, or is a DTensor on a mesh of several dimensions."""
+    if any(is_sharded(leaf) and leaf.device_mesh.ndim > 1 for leaf in leaves):
+        raise UnsupportedOperator(SEVERAL)
     if any(getattr(leaf, "_is_flat_param", False) for leaf in leaves):
         raise UnsupportedOperator(FSDP1)
-    if any(is_sharded(leaf) for leaf in leaves):
-        raise UnsupportedOperator(DTENSOR)
+
+
+def check_local(loss: Tensor) -> None:
+    """Raise if a loss is a DTensor."""
+    if is_sharded(loss):
+        raise UnsupportedOperator(LOSS)
+
+
+def check_undivided(optimizer: object) -> None:
+    """Raise if an optimizer is the part of a ZeroRedundancyOptimizer in this process. It takes a search through all objects."""
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    if module is None:  # which PyTorch imports for those alone who use it
+        return
+    for thing in gc.get_objects():
+        if issubclass(type(thing), module.ZeroRedundancyOptimizer) and getattr(thing, "optim", None) is optimizer:
+            raise UnsupportedOperator(DIVIDED)
 
 
 def is_gathered(leaves: Iterable[Tensor]) -> bool:

@@ -16,16 +16,22 @@ def is_sharded(tensor: Tensor) -> bool:
     return kind is not None and isinstance(tensor, kind)
 
 
-def shard_mesh(tensor: Tensor) -> tuple[Any, int] | None:
-    """The mesh of a DTensor and the dimension along which it is sharded, as under fully_shard; None for any other tensor.
-
-    Along another dimension of the mesh, it may be replicated.
-    """
+def shard_mesh(tensor: Tensor) -> tuple[Any, tuple[int, ...]] | None:
+    """The mesh of a DTensor and the dimensions along which it is sharded; None for any other tensor."""
     if not is_sharded(tensor):
         return None
     found: Any = tensor
-    *others, last = found.placements
-    return (found.device_mesh, len(others)) if last.is_shard() and all(other.is_replicate() for other in others) else None
+    dims = tuple([dim for dim, placement in enumerate(found.placements) if not placement.is_replicate()])
+    if any(found.placements[dim].is_partial() for dim in dims):
+        raise RuntimeError(f"a parameter has the placements {found.placements}; hesscale's optimizers take shards and replicas")
+    return found.device_mesh, dims
+
+
+def placed_like(tensor: Any, like: Any) -> Any:
+    """A DTensor with the placements of another; any other tensor as it is."""
+    if tensor is None or not is_sharded(like) or tensor.placements == like.placements:
+        return tensor
+    return tensor.redistribute(placements=like.placements)
 
 
 def local_parts(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -35,12 +41,12 @@ def local_parts(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def sum_over(mesh: Any, value: Tensor) -> Tensor:
-    """The sum of the processes' values; the value itself where there is no mesh."""
-    if mesh is None or mesh[0].size(mesh[1]) == 1:
-        return value
-    total = value.clone()
-    distributed.all_reduce(total, group=mesh[0].get_group(mesh[1]))
-    return total
+    """The sum of the values of processes with different shards; the value itself where there are none."""
+    for dim in () if mesh is None else mesh[1]:
+        if mesh[0].size(dim) > 1:
+            value = value.clone()
+            distributed.all_reduce(value, group=mesh[0].get_group(dim))
+    return value
 
 
 def holds_everywhere(meshes: Iterable[Any], is_true: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..distributed.sharding import is_gathered
 from ..errors import UnsupportedOperator
-from ..rules import BL89, COMPLEX, REFUSED, RULES, Rule, brute_force, custom_functions
+from ..rules import BL89, COMPLEX, REFUSED, RULES, Rule, brute_force, custom_functions, tensor_parallel
 from ..rules.registry import Final, RuleFunction, Shares, summary_of
 from .nodes import LEAF, Edge, Node, metadata, per_edge
 
@@ -165,7 +165,8 @@ def custom_rule(node: Node) -> Rule | None:
     forward = getattr(node, "_forward_cls", None)
     if forward is None:
         return None
-    return rule_of_function(forward, len(node._input_metadata) > 1) or custom_functions.rule_by_probes(node)
+    known = rule_of_function(forward, len(node._input_metadata) > 1) or tensor_parallel.rule_of(forward)
+    return known or custom_functions.rule_by_probes(node)
 
 
 @lru_cache(maxsize=256)

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ..distributed.averaging import Replica
 from ..distributed.fully_sharded import sharded_pass
-from ..distributed.sharding import check_unsharded
+from ..distributed.sharding import check_local, check_unsharded
+from ..distributed.shards import placed_like
 from ..errors import UnsupportedOperator
 from ..rules import brute_force
 from ..rules.registry import RuleFunction, Shares
@@ -26,8 +27,8 @@ from .schedule import Graph, Instruction, TensorKey, head_in, schedule_for, walk
 Result = TypeVar("Result")
 SHARDED_HEAD = (
     "the Hessian diagonal at the model's outputs needs double backward for this loss (or fallback='exact' is used), which is not "
-    "supported under fully_shard (FSDP2). No .grad or .hess_diag has changed. Pass head='rules' to use the rules alone, which "
-    "are not exact there, or train the model under DistributedDataParallel"
+    "supported under fully_shard (FSDP2) or tensor parallelism. No .grad or .hess_diag has changed. Pass head='rules' to use the "
+    "rules alone, which are not exact there, or train the model under DistributedDataParallel"
 )
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
@@ -48,6 +49,7 @@ class Propagation:
         fills_leaves: bool = False,
     ) -> None:
         graph = walk(edge_of(loss)[0], method)
+        check_local(loss)
         leaves = (graph.nodes[index].variable for index in graph.leaves.values())
         self.shards = sharded_pass(leaves) if fills_leaves else None
         if not fills_leaves:
@@ -73,7 +75,7 @@ class Propagation:
         self.loss = loss
         self.product_dtype = curvature_dtype
         self.uses_double_backward = head != "rules" and method != "bl89"
-        if self.shards is not None and (
+        if (self.shards is not None or self.schedule.is_parallel) and (
             (self.uses_double_backward and self.schedule.head.inexact) or self.schedule.uses_brute_force
         ):
             raise UnsupportedOperator(SHARDED_HEAD)
@@ -278,6 +280,7 @@ def upcast(gradient: Tensor | None) -> Tensor | None:
 
 def accumulate(tensor: Tensor, diagonal: Tensor | None, afresh: bool, owned: bool = False) -> None:
     """Add to ``tensor.hess_diag``, or start it afresh where the gradient starts afresh too."""
+    diagonal = placed_like(diagonal, tensor)
     present = getattr(tensor, "hess_diag", None)
     if present is not None and not afresh:
         if diagonal is not None:

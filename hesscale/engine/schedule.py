@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedOperator
-from ..rules import BL89, COMPLEX, REFUSED, RULES, brute_force
+from ..rules import BL89, COMPLEX, REFUSED, RULES, brute_force, tensor_parallel
 from ..rules.registry import RuleFunction
 from .arguments import check_choices
 from .cache import BoundedCache
@@ -137,6 +137,7 @@ class Schedule:
         self.is_fused = is_fused
         self.rules = {step.node: step.rule for step in self.steps}
         self.uses_brute_force = any(rule is brute_force.RULE for rule in self.rules.values())
+        self.is_parallel = any(rule is tensor_parallel.RULE for rule in self.rules.values())
         self.leaves = [step.node for step in self.steps if step.rule is None]
         self.hooked_leaves = {i for i in self.leaves if graph.nodes[i].variable._post_accumulate_grad_hooks}
         self.saved_attributes = saved_attributes(steps, [step.node for step in self.steps])
@@ -239,6 +240,8 @@ def make_schedule(
     edges = {(graph.nodes[index], i) for index, i in keys}
     order = topological(graph.nodes[0])
     steps = steps_of(order if requested is None else leading_to(order, edges), method=method, fallback=fallback)
+    if any(step.rule is tensor_parallel.RULE for step in steps):
+        tensor_parallel.check_operators(steps)
     found = Head.empty()
     if method != "bl89" and (head != "rules" or method == "hesscale_gn"):
         stops = None if ends is None else {(graph.nodes[index], i) for index, i in ends}

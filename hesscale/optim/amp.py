@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from .derivatives import DerivativeOptimizer
 
 SHARDED = (
-    "a gradient scaler is not supported with Hessian diagonals under fully_shard (FSDP2). Train in bfloat16, which needs none, "
-    "or under DistributedDataParallel"
+    "a gradient scaler is not supported with Hessian diagonals of DTensors, as under fully_shard (FSDP2) and tensor parallelism. "
+    "Train in bfloat16, which needs none, or under DistributedDataParallel"
 )
 
 

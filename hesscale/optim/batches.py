@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, distributed
 from torch._utils import _flatten_dense_tensors
 
-from ..distributed.shards import local_parts, shard_mesh
+from ..distributed.averaging import check_averaged
+from ..distributed.sharding import check_undivided
+from ..distributed.shards import local_parts, placed_like, shard_mesh
 from .bounds import needs_adam
 from .scalars import counter_dtype, is_on_host
 
@@ -54,17 +56,21 @@ class Batch:
 
     def replace_by_shards(self) -> None:
         """Replace DTensors by this process's parts of them, which share their memory."""
-        self.numels = [p.numel() for p in self.params]
+        self.numels, params = [p.numel() for p in self.params], self.params
         for name in ("params", "gradients", "curvatures", "momenta", "gradient_squares", "curvature_squares"):
-            setattr(self, name, local_parts(getattr(self, name)))
+            if tensors := getattr(self, name):
+                setattr(self, name, local_parts([placed_like(t, p) for t, p in zip(tensors, params, strict=True)]))
 
 
 def collect(optimizer: CurvatureOptimizer, packing: Packing) -> list[Batch]:
     """All parameters that have a gradient.
 
     Raises:
-        RuntimeError: for sparse gradients, and for Hessian diagonals that are missing or have another shape.
+        RuntimeError: for sparse gradients, and for Hessian diagonals that are missing, have another shape or are not averaged.
     """
+    check_averaged(optimizer.param_groups)
+    if optimizer.param_groups[0]["step_count"] == 0:
+        check_undivided(optimizer)
     found: list[Batch] = []
     for index in range(len(optimizer.param_groups)):
         packed = packing.packed_batch(optimizer, index)

@@ -24,6 +24,7 @@ from . import (
     reductions,
     softmax,
     special_functions,
+    tensor_parallel,
     view_writes,
     written_out,
 )
@@ -57,6 +58,7 @@ __all__ = [
     "register_rule",
     "softmax",
     "special_functions",
+    "tensor_parallel",
     "view_writes",
     "written_out",
 ]

@@ -86,7 +86,8 @@ def main(name: str) -> None:
     assert torch.equal(weights, first), f"the processes differ by {(weights - first).abs().max()}"
     if dist.get_rank() == 0:
         print(f"{name}: {dist.get_world_size()} processes, {len(weights)} equal weights")
-    dist.destroy_process_group()  # or gloo's threads may abort a process that ends first
+    dist.barrier()  # gloo's threads may abort a process that ends first
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

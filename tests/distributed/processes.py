@@ -1,4 +1,4 @@
-"""Runs a function in several processes that talk over gloo, or in this one alone."""
+"""Runs a function in several processes that talk to each other, or in this one alone."""
 
 from __future__ import annotations
 
@@ -19,22 +19,24 @@ MAX_SECONDS = 400  # much longer than any test takes on a busy machine: only for
 PRELOADED = ["pytest", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "hesscale"]
 
 
-def run(function: Callable[..., Any], *args: Any, world_size: int = 2) -> list[Any]:
+def run(function: Callable[..., Any], *args: Any, world_size: int = 2, backend: str = "gloo") -> list[Any]:
     """What ``function(rank, *args)`` returns in each of the processes. An error in one of them is raised here."""
     with tempfile.TemporaryDirectory() as folder:
         if world_size == 1:
-            work(0, function, args, 1, folder)
+            work(0, function, args, 1, folder, backend)
         else:
             multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
-            mp.start_processes(work, (function, args, world_size, folder), nprocs=world_size, start_method="forkserver")
+            settings = function, args, world_size, folder, backend
+            mp.start_processes(work, settings, nprocs=world_size, start_method="forkserver")
         return [torch.load(Path(folder) / f"result{rank}", weights_only=False) for rank in range(world_size)]
 
 
-def work(rank: int, function: Callable[..., Any], args: tuple[Any, ...], world_size: int, folder: str) -> None:
+def work(rank: int, function: Callable[..., Any], args: tuple[Any, ...], world_size: int, folder: str, backend: str) -> None:
     if world_size > 1:
+        faulthandler.enable()
         faulthandler.dump_traceback_later(MAX_SECONDS, exit=True)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
     try:
         torch.save(function(rank, *args), Path(folder) / f"result{rank}")
         dist.barrier()  # a process that leaves early closes connections on which another one may still receive

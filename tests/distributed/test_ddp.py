@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import subprocess
 import sys
@@ -16,11 +17,11 @@ import torch.nn.functional as F
 from processes import run
 from torch import distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.profiler import ProfilerActivity, profile
 
 import hesscale
-from hesscale.distributed import averaging, draws, replicas
+from hesscale.distributed import averaging, draws, fully_sharded, replicas
 
 STEPS = 10
 ROOT = Path(__file__).parents[2]
@@ -91,11 +92,12 @@ TINY = {"bucket_cap_mb": 1e-4}  # a bucket for nearly every parameter
 
 def batch(shape, step, size=8):
     """The whole batch of a step; a process takes its part of it."""
-    generator = torch.Generator().manual_seed(step)
+    generator, device = torch.Generator("cpu").manual_seed(step), torch.get_default_device()
     if shape is None:
-        tokens = torch.randint(11, (size, 6), generator=generator)
+        tokens = torch.randint(11, (size, 6), generator=generator, device="cpu").to(device)
         return tokens, tokens.roll(1, 1)
-    return torch.randn(size, *shape, generator=generator), torch.randint(3, (size,), generator=generator)
+    x = torch.randn(size, *shape, generator=generator, device="cpu")
+    return x.to(device), torch.randint(3, (size,), generator=generator, device="cpu").to(device)
 
 
 def part(tensors, rank, count=2):
@@ -123,11 +125,31 @@ def recorded(model, optimizer):
 
 
 def volume(call):
-    """How many numbers this process gives to all-reduces in a call, and how many all-reduces there are."""
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recorded:
+    """How many numbers this process gives to reductions in a call, and how many there are. DDP's count if a hook sends them."""
+    sizes = []
+
+    def counted(send):
+        def sent(*tensors, **options):
+            sizes.append((tensors[-1] if tensors else options["input"]).numel())  # all_reduce(it), reduce_scatter(output, it)
+            return send(*tensors, **options)
+
+        return sent
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_reduce", "reduce_scatter_tensor", "reduce_scatter_single"):
+            if hasattr(dist, name):
+                patch.setattr(dist, name, counted(getattr(dist, name)))
+        patch.setattr(fully_sharded, "REDUCE_SCATTER", counted(fully_sharded.REDUCE_SCATTER))
         call()
-    sizes = [torch.Size(event.input_shapes[0]).numel() for event in recorded.events() if event.name == "gloo:all_reduce"]
     return sum(sizes), len(sizes)
+
+
+def build_counted(rank, **options):
+    """A perceptron whose gradients are sent by a hook, for :func:`volume` to count them."""
+    model = build(perceptron, rank, **options)
+    if rank is not None:
+        model.register_comm_hook(None, allreduce_hook)
+    return model
 
 
 def mean_of_parts(model, tensors, rank, count=2, sizes=None):
@@ -167,7 +189,7 @@ def trained(rank, name, how="optimizer", kind=hesscale.AdaHesScale, ddp=None, co
 
 def accumulated(rank, forward_only=False):
     """Two parts of a batch before each step; nothing is sent after the first."""
-    model = build(perceptron, rank)
+    model = build_counted(rank)
     optimizer = hesscale.AdaHesScale(model.parameters(), lr=0.01)
     sent = []
     for step in range(STEPS):
@@ -189,7 +211,7 @@ def accumulated(rank, forward_only=False):
 
 def occasional(rank, **options):
     """Curvature at every third step; what is sent at each."""
-    model = build(perceptron, rank)
+    model = build_counted(rank)
     optimizer = hesscale.AdaHesScale(model.parameters(), lr=0.01, curvature_every=3, **options)
     sent = []
     for step in range(STEPS):
@@ -230,6 +252,50 @@ def in_a_group_of_its_own(rank):
         model = DistributedDataParallel(DistributedDataParallel(model, process_group=dist.new_group([0, 1])))
     hesscale.backward(loss_of(model, *part(batch((4,), 0), rank)))
     return [(p.grad, p.hess_diag) for p in model.parameters()]
+
+
+def wrapped_again(rank):
+    """A model is wrapped again. Only one process still has the first DDP module, which is garbage in the other."""
+    model = build(perceptron, None)
+    if rank is not None:
+        earlier, model = DistributedDataParallel(model), DistributedDataParallel(model)
+        if rank == 1:
+            del earlier
+            gc.collect()
+    for step in range(3):
+        hesscale.backward(loss_of(model, *part(batch((4,), step), rank)))
+    return [(p.grad, p.hess_diag) for p in model.parameters()]
+
+
+def shared_trunk(rank, passes):
+    """Two modules share a trunk: one loss at each step, in turn; or both, in a pass each."""
+    inner = build(partial(Branches, 2), None)
+    models = [nn.Sequential(inner.trunk, nn.Tanh(), branch) for branch in inner.branches]
+    used = models if rank is None else [DistributedDataParallel(model) for model in models]
+    optimizer = hesscale.AdaHesScale(inner.parameters(), lr=0.01, trust_radius=0.01)
+    for step in range(4):
+        for model in used if passes == 2 else [used[step % 2]]:
+            optimizer.backward(loss_of(model, *part(batch((4,), step), rank)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return recorded(inner, optimizer)
+
+
+def left_behind(rank):
+    """Curvature in the first of two parts alone, inside no_sync: its diagonals are not averaged, and the gradients are."""
+    model = build(perceptron, rank)
+    optimizer = hesscale.AdaHesScale(model.parameters())
+    x, y = part(batch((4,), 0), rank)
+    with model.no_sync():
+        optimizer.backward(loss_of(model, x, y))
+    loss_of(model, x, y).backward()
+    with pytest.raises(RuntimeError, match="later pass averaged the gradients without them"):
+        optimizer.step()
+    optimizer.zero_grad()
+    with model.no_sync():
+        optimizer.backward(loss_of(model, x, y))
+    optimizer.step()  # of each process alone, as its gradients are
+    return True
 
 
 def cleared(rank):
@@ -444,7 +510,7 @@ def scaled(rank, unscale=False):
     """A gradient scaler whose factor is divided out of what is averaged."""
     model = build(perceptron, rank)
     optimizer = hesscale.AdaHesScale(model.parameters(), lr=0.01)
-    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    scaler = torch.amp.GradScaler(torch.get_default_device().type, init_scale=64.0)
     for step in range(4):
         x, y = batch((4,), step)
         for half in (0, 1):
@@ -470,6 +536,19 @@ def refusals(rank):
     return found
 
 
+def divided(rank):
+    """An optimizer whose processes each have some of the parameters: η would not be that of all."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # which other tests do without
+
+    model = build(perceptron, rank)
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), hesscale.AdaHesScale, trust_radius=1e-9)
+    hesscale.backward(loss_of(model, *part(batch((4,), 0), rank)))
+    with pytest.raises(hesscale.UnsupportedOperator, match="ZeroRedundancyOptimizer"):
+        optimizer.step()
+    return all(torch.equal(p, earlier) for p, earlier in zip(model.parameters(), before, strict=True))
+
+
 def refused(model, call):
     try:
         call()
@@ -489,6 +568,9 @@ EQUAL = {
     "small buckets, views of them": (trained, ("convolutional",), {"ddp": {**TINY, "gradient_as_bucket_view": True}}),
     "in another order": (in_another_order, (), {}),
     "in a group of its own": (in_a_group_of_its_own, (), {}),
+    "wrapped again": (wrapped_again, (), {}),
+    "a shared trunk, in turn": (shared_trunk, (1,), {}),
+    "a shared trunk, in two passes": (shared_trunk, (2,), {}),
     "cleared": (cleared, (), {}),
     "uneven": (uneven, (), {}),
     "gradient_as_bucket_view": (trained, ("GPT",), {"ddp": {"gradient_as_bucket_view": True}}),
@@ -514,11 +596,13 @@ OTHERS = {
     "sent early": (sent_early, (), {}),
     "changed meanwhile": (changed_meanwhile, (), {}),
     "left out": (left_out, (), {}),
+    "left behind": (left_behind, (), {}),
     "signs": (signs, (), {}),
     "AdaHessian": (drawn, (hesscale.AdaHessian,), {}),
     "GGN-MC": (drawn, (hesscale.GGNMC,), {}),
     "by hand": (averaged_by_hand, (), {}),
     "refusals": (refusals, (), {}),
+    "divided": (divided, (), {}),
 }
 LOOPS = {"accelerate": ["accelerate", "transformers"], "trainer": ["accelerate", "transformers"], "lightning": ["lightning"]}
 
@@ -612,9 +696,13 @@ def test_what_does_not_average_is_refused_before_anything_changes(ranks):
             assert not changed, name
 
 
+def test_an_optimizer_of_some_parameters_in_each_process_is_refused(ranks):
+    assert all(rank["divided"] for rank in ranks)
+
+
 def averaged_alone(rank, kind, **ddp):
     """A process that takes the mean over itself: its diagonals, those of the same model without DDP, and what it sent."""
-    model = build(perceptron, rank, **ddp)
+    model = build_counted(rank, **ddp)
     plain = build(perceptron, None)
     x, y = batch((4,), 0)
     optimizers = [kind(m.parameters(), generator=torch.Generator().manual_seed(1)) for m in (model, plain)]
@@ -632,12 +720,12 @@ def test_the_mean_over_one_process_changes_nothing(kind, ddp, monkeypatch):
         return [reference() for reference in replicas._known if reference() is not None]
 
     monkeypatch.setattr(averaging, "is_distributed", lambda: True)
-    for user in (averaging, draws):
+    for user in (replicas, draws):
         monkeypatch.setattr(user, "replicated_modules", modules)
     before = torch.get_default_dtype()
     ((sent, found, expected),) = run(partial(averaged_alone, kind=kind, **ddp), world_size=1)
     torch.set_default_dtype(before)
-    assert sent == (4 if ddp else 2)  # gradients and diagonals, and for each which of them are used
+    assert sent == (3 if ddp else 2)  # gradients and diagonals, and which diagonals exist
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
 
 

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils.checkpoint import checkpoint
 
 import hesscale
 from hesscale.distributed import fully_sharded
@@ -35,7 +36,26 @@ class Tied(nn.Module):
         return self.head(self.norm(self.hidden(self.embedding(tokens)).tanh())).flatten(0, 1)
 
 
-MODELS = {"perceptron": (perceptron, (4,)), "convolutional": (convolutional, (1, 6, 6)), "GPT": (GPT, None), "tied": (Tied, None)}
+class Twice(nn.Module):
+    """A layer that runs twice, and others whose activations are computed again in the backward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.repeated, self.last = nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        h = checkpoint(self.first, x, use_reentrant=False).tanh()
+        h = self.repeated(self.repeated(h).tanh()).tanh()
+        return checkpoint(self.last, h, use_reentrant=False)
+
+
+MODELS = {
+    "perceptron": (perceptron, (4,)),
+    "convolutional": (convolutional, (1, 6, 6)),
+    "GPT": (GPT, None),
+    "tied": (Tied, None),
+    "twice": (Twice, (4,)),
+}
 LAYERS = (nn.Linear, nn.LayerNorm, nn.Embedding)
 
 
@@ -45,9 +65,10 @@ def build(make, rank, *, layers=True, replicas=None, **options):
     model = make()
     if rank is None:
         return model
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    device = torch.get_default_device().type
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
     if replicas is not None:
-        mesh = init_device_mesh("cpu", (replicas, dist.get_world_size() // replicas), mesh_dim_names=("replicas", "shards"))
+        mesh = init_device_mesh(device, (replicas, dist.get_world_size() // replicas), mesh_dim_names=("replicas", "shards"))
     for module in list(model.modules()) if layers and make is not Tied else []:
         if isinstance(module, LAYERS):
             fully_shard(module, mesh=mesh, **options)
@@ -55,7 +76,16 @@ def build(make, rank, *, layers=True, replicas=None, **options):
 
 
 def whole(tensor):
-    return tensor.full_tensor().clone() if isinstance(tensor, DTensor) else tensor.clone()
+    """The tensor of all processes, from a DTensor too."""
+    if not isinstance(tensor, DTensor):
+        return tensor.clone()
+    shards = [dim for dim, placement in enumerate(tensor.placements) if placement.is_shard()]
+    if tensor.device.type == "cpu" or not shards:
+        return tensor.full_tensor().clone()
+    (dim,), mesh = shards, tensor.device_mesh  # full_tensor ends with a segmentation fault where gloo gathers CUDA tensors
+    parts = [None] * mesh.size(dim)
+    dist.all_gather_object(parts, tensor.to_local().cpu(), group=mesh.get_group(dim))
+    return torch.cat(parts, tensor.placements[dim].dim).to(tensor.device)
 
 
 def diagonals_of(model):
@@ -104,6 +134,18 @@ def trained(rank, name, how="optimizer", kind=hesscale.AdaHesScale, fsdp=None, *
     losses = (mean_of_parts(model, batch(shape, step), rank, count) for step in range(STEPS))
     diagonals = [take_step(optimizer, model, loss, how) for loss in losses]
     return {**recorded(model, optimizer), "diagonals": diagonals}
+
+
+def in_groups(rank):
+    """Two groups with a trust region each, and bounds that need means and lengths of whole parameters."""
+    model = build(GPT, rank)
+    groups = [{"params": [p for p in model.parameters() if (p.dim() > 1) == is_matrix]} for is_matrix in (True, False)]
+    groups[0] |= {"weight_decay": 0.1, "graft": (0.5, 0.7)}
+    bounds = {"trust_radius": 1e-3, "trust_region": "group", "damping": 0.3, "update_clip": 0.3, "maximize": True}
+    optimizer = hesscale.AdaHesScale(groups, lr=0.01, curvature_warmup=2, **bounds)
+    for step in range(STEPS):
+        take_step(optimizer, model, loss_of(model, *mine(batch(None, step), rank)))
+    return recorded(model, optimizer)
 
 
 def accumulated(rank, synchronized=False):
@@ -237,6 +279,9 @@ EQUAL = {
     "one by one": (trained, ("perceptron",), {"foreach": False, **TRUST}),
     "update_clip, weight decay": (trained, ("perceptron",), {"update_clip": 0.5, "weight_decay": 0.1}),
     "not resharded": (trained, ("GPT",), KEPT),
+    "resharded in part": (trained, ("GPT",), {"fsdp": {"reshard_after_forward": 2}}),
+    "a layer that runs twice, and checkpoints": (trained, ("twice",), TRUST),
+    "all bounds, in groups": (in_groups, (), {}),
     "root alone": (trained, ("GPT",), {"fsdp": {"layers": False}}),
     "root alone, resharded": (trained, ("perceptron",), {"fsdp": {"layers": False, "reshard_after_forward": True}}),
     "resharded": (trained, ("GPT",), {"fsdp": {"reshard_after_forward": True}}),
@@ -254,7 +299,14 @@ EQUAL = {
     "divisor": (divided, (), {}),
     "not finite": (nonfinite, (), {}),
 }
-FOUR = ("GPT", "perceptron", "replicas", "GPT, trust region", "accumulated")  # in four processes, some shards are empty
+FOUR = (
+    "GPT",
+    "perceptron",
+    "replicas",
+    "GPT, trust region",
+    "accumulated",
+    "resharded in part",
+)  # in four processes, some shards are empty
 
 
 def cases(rank, names):
@@ -317,7 +369,8 @@ def refusals(rank):
     calls = {"compile_step": compiling, "gradient scaler": scaling, "head='rules'": partial(hesscale.backward, entropy)}
     for name, call in calls.items():
         found[name] = refused(model, call)
-    offloaded = fully_shard(perceptron(), offload_policy=CPUOffloadPolicy(pin_memory=False))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    offloaded = fully_shard(perceptron(), mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
     replicated = build(perceptron, rank, replicas=2)
     replicated.set_requires_all_reduce(False)
     for name, model in {"CPUOffloadPolicy": offloaded, "set_requires_all_reduce": replicated}.items():
@@ -344,7 +397,8 @@ def in_bfloat16(rank):
         low.zero_grad()
         hesscale.backward(loss_of(low, x.bfloat16(), y))
         expected.append([p.hess_diag.float() for p in low.parameters()])
-    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+    mesh = init_device_mesh(torch.get_default_device().type, (dist.get_world_size(),))
+    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
     x, y = mine(batch((4,), 0), rank)
     hesscale.backward(loss_of(model, x.float(), y))
     return diagonals_of(model), [torch.stack(parts).mean(0) for parts in zip(*expected, strict=True)]
@@ -354,7 +408,8 @@ def by_columns(rank):
     """Matrices that are sharded by columns."""
     model = build(perceptron, None)
     if rank is not None:
-        fully_shard(model, shard_placement_fn=lambda p: Shard(p.dim() - 1) if p.shape[-1] % 2 == 0 else Shard(0))
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        fully_shard(model, mesh=mesh, shard_placement_fn=lambda p: Shard(p.dim() - 1) if p.shape[-1] % 2 == 0 else Shard(0))
     hesscale.backward(loss_of(model, *mine(batch((4,), 0), rank)))
     return diagonals_of(model)
 
