@@ -1,4 +1,4 @@
-"""Bounds on the update U = factor · M ⊘ D. They are not in the paper, and each of them only changes the denominator D.
+"""Bounds on the update U = factor · M ⊘ D. They are not in the paper. Each of them changes only the denominator D.
 
     damping δ       D ← D + δ mean(D)                      damp
     update_clip γ   D ← max(D, |M̂|/γ)                      clip_entries: no entry of M̂ ⊘ D exceeds γ, before graft
@@ -27,7 +27,7 @@ WATCHED_STEPS = 10
 
 
 def needs_adam(group: dict[str, Any]) -> bool:
-    """Whether the length of Adam's update is needed, and with it an average of squared gradients."""
+    """Whether the length of Adam's update is needed, which takes an average of squared gradients."""
     return group["graft"] is not None
 
 
@@ -40,7 +40,7 @@ def damp(batch: Batch, denominators: list[Tensor]) -> None:
 
 
 def clip_entries(batch: Batch, denominators: list[Tensor], ratios: list[Any]) -> None:
-    """D ← max(D, |M̂|/γ). The update without its step size is ratio · M ⊘ D."""
+    """D ← max(D, |M̂|/γ). Without the step size, the update is ratio · M ⊘ D."""
     limit = batch.group["update_clip"]
     if limit is not None:
         least = list(torch._foreach_abs(batch.momenta))
@@ -51,7 +51,7 @@ def clip_entries(batch: Batch, denominators: list[Tensor], ratios: list[Any]) ->
 def match_adam(batch: Batch, denominators: list[Tensor], adam: list[Tensor], adam_ratios: list[Any]) -> None:
     """Keep the length of each tensor's update between two multiples of the length of Adam's update.
 
-    The updates are M ⊘ D and M ⊘ ``adam``. The second has to be multiplied by adam_ratio before their lengths are compared.
+    The updates are M ⊘ D and M ⊘ ``adam``. The second is multiplied by its ``adam_ratios`` before their lengths are compared.
     """
     low, high = batch.group["graft"]
     lengths = norms(batch, list(torch._foreach_div(batch.momenta, denominators)), 2)
@@ -59,15 +59,15 @@ def match_adam(batch: Batch, denominators: list[Tensor], adam: list[Tensor], ada
     torch._foreach_mul_(targets, materialize(adam_ratios))
     relative = list(torch._foreach_div(lengths, targets))
     excess = each(lambda length, r: torch.where(length > 0, r / r.clamp(low, high), 1.0), lengths, relative)
-    excess = each(lambda ratio: ratio.nan_to_num(1.0, torch.inf), excess)  # ∞/∞: a length that overflows, and no upper bound
+    excess = each(lambda ratio: ratio.nan_to_num(1.0, torch.inf), excess)  # ∞/∞: the length overflows and b = ∞
     torch._foreach_mul_(denominators, for_entries(batch, excess))
 
 
 def norms(batch: Batch, tensors: list[Tensor], order: int) -> list[Tensor]:
-    """The norm of each parameter's part, at least in single precision; for a pack, one tensor with the norms of all its parts."""
+    """The norm of each parameter's part, at least in single precision. A pack has one tensor with the norms of all its parts."""
     dtype = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
     if batch.pack is not None:
-        powers = tensors[0].to(dtype)  # segment_reduce adds up in the dtype that it is given
+        powers = tensors[0].to(dtype)  # segment_reduce adds in the dtype of its input
         powers = powers if order == 1 else powers.square()  # a denominator is not negative
         sums = torch.segment_reduce(powers, "sum", lengths=batch.pack.sizes)
         return [sums if order == 1 else sums.sqrt_()]

@@ -1,4 +1,4 @@
-"""Step numbers and counters: plain numbers on a CPU, where reading them is free; tensors on a GPU and in a traced step."""
+"""Step numbers and counters. They are plain numbers on a CPU, where reading is free, and tensors on a GPU and in a trace."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def step_numbers(steps: list[Tensor]) -> list[Any]:
 
 
 def each(function: Callable[..., Any], *numbers: list[Any]) -> list[Any]:
-    """The function of the numbers at each position. Tensors on a GPU are stacked: one operator then serves all positions."""
+    """Apply the function at each position. Tensors on a GPU are stacked, so that one operator computes all positions."""
     first = numbers[0][0] if numbers[0] else None
     if len(numbers[0]) > 1 and isinstance(first, Tensor) and not first.is_cpu and not torch.compiler.is_compiling():
         return list(function(*[torch.stack(tensors) for tensors in numbers]).unbind())
@@ -35,7 +35,7 @@ def each(function: Callable[..., Any], *numbers: list[Any]) -> list[Any]:
 
 
 def materialize(numbers: list[Any]) -> list[Any]:
-    """If a step is traced for a CPU, store scalars in memory: otherwise compiled code would recompute them for every entry."""
+    """If a step is traced for a CPU, store scalars in memory. Otherwise, compiled code would recompute them for every entry."""
     is_traced = torch.compiler.is_compiling() and numbers[0].device.type == "cpu"
     return list(torch.stack(numbers).unbind()) if is_traced else numbers
 
@@ -48,5 +48,5 @@ def counter(counters: dict[str, Tensor], name: str, device: torch.device) -> Ten
 
 
 def counter_dtype(p: Tensor) -> torch.dtype:
-    """The dtype of a parameter's step counters: a traced step computes its bias corrections in it."""
+    """The dtype of a parameter's step counters. A traced step computes its bias corrections in this dtype."""
     return torch.float64 if p.dtype == torch.float64 else torch.float32

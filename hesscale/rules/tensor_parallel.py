@@ -1,7 +1,7 @@
-"""Nodes of tensor parallelism, between local tensors and DTensors, or between two placements of a DTensor.
+"""Nodes of tensor parallelism: they convert between local tensors and DTensors, or between two placements of a DTensor.
 
-A DTensor stands for one tensor whose parts are in several processes. These nodes change where its entries are, and none of the
-entries. So each hands on s as it does g. Where processes have parts of a sum, its backward adds them up.
+A DTensor stands for one tensor whose parts are in several processes. These nodes move its entries between processes, and do not
+change them. So each node treats s as it treats g. Where processes have parts of a sum, the node's backward adds them up.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..errors import UnsupportedOperator
 from .registry import Final, Node, Rule, Share
 
 FROM_LOCAL, TO_LOCAL, REDISTRIBUTE = "_FromTorchTensor", "_ToTorchTensor", "Redistribute"
-# Rules that have been compared with one process alone. The others are refused, since they may compute with local tensors.
+# Their rules have been compared with a single process. Other operators are refused, since their rules may use local tensors.
 OPERATORS = {
     "AddBackward0",
     "AddmmBackward0",

@@ -1,6 +1,6 @@
-"""Rules as Triton kernels. They compute on a GPU what rules of PyTorch's operators compute, in fewer passes over its memory.
+"""Triton kernels for some of the rules. On a GPU, they compute the same shares as operators, in fewer passes over memory.
 
-Where there is no Triton, this module can be imported, but not the others of this folder.
+Without Triton, this module can be imported, but the other modules of this folder cannot.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def has_triton() -> bool:
 
 
 HAS_TRITON = has_triton()
-MIN_SOFTMAX_SIZE = 128  # for shorter rows, operators are faster
-MAX_HEAD_SIZE = 128  # blocks of rows have to fit on the chip, and so do rows that are normalized
+MIN_SOFTMAX_SIZE = 128  # for shorter rows, PyTorch's operators are faster
+MAX_HEAD_SIZE = 128  # blocks of rows have to fit into memory on the chip, and so do rows that are normalized
 MAX_NORM_SIZE = 2**14
 
 
@@ -32,18 +32,18 @@ _found_usable: dict[torch.device, bool] = {}
 
 
 def can_replace(x: Tensor) -> bool:
-    """Whether kernels can take the place of operators on x. A compiler makes such kernels by itself."""
+    """Whether kernels can replace PyTorch's operators on x. Under a compiler they do not, since it generates kernels itself."""
     is_fit = x.is_cuda and x.dtype != torch.float64 and x.numel() > 0 and is_plain(x)
     return is_fit and not torch.compiler.is_compiling() and is_usable(x.device)
 
 
 def is_plain(x: Tensor) -> bool:
-    """Whether this is an ordinary tensor, and not a DTensor, say, whose memory kernels cannot read."""
+    """Whether x is an ordinary tensor. Kernels cannot read the memory of others, for example of a DTensor."""
     return type(x) in (Tensor, torch.nn.Parameter)
 
 
 def is_usable(device: torch.device) -> bool:
-    """Whether Triton compiles kernels for this GPU, which needs products in bfloat16. It is tried once, but not in a trace."""
+    """Whether Triton can compile kernels for this GPU, which must support bfloat16. This is tried once, but not in a trace."""
     if device not in _found_usable:
         if not HAS_TRITON or torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):
             _found_usable[device] = False
@@ -55,7 +55,7 @@ def is_usable(device: torch.device) -> bool:
 
 
 def compiles(device: torch.device) -> bool:
-    """Try the smallest kernel. Triton needs a C compiler, for one, which a machine may not have."""
+    """Try the smallest kernel. It fails, for example, on a machine without a C compiler, which Triton needs."""
     try:
         log_softmax_share(torch.zeros(1, 2, device=device), None, torch.ones(1, 2, device=device))
     except Exception as error:
@@ -69,7 +69,7 @@ def compiles(device: torch.device) -> bool:
 
 
 def log_softmax_share(y: Tensor, s: Tensor | None, g: Tensor | None) -> Tensor:
-    """The share of the logits, where each row of y is log_softmax of a row of them."""
+    """The share of the logits. Each row of y is the log_softmax of a row of logits."""
     from .softmax import launch
 
     return launch(y, s, g)
@@ -78,13 +78,13 @@ def log_softmax_share(y: Tensor, s: Tensor | None, g: Tensor | None) -> Tensor:
 def norm_shares(
     x: Tensor, mean: Tensor, scale: Tensor, weight: Tensor | None, s: Tensor | None, g: Tensor | None, *, is_centred: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The shares of x, weight and bias, where each row of a matrix is normalized: layer norm if it is centred, else RMS norm."""
+    """The shares of x, weight and bias of a norm over each row of x: layer norm if ``is_centred``, else RMS norm."""
     from .normalization import launch
 
     return launch(x, mean, scale, weight, s, g, is_centred)
 
 
-# An operator of PyTorch's, so that it can be traced: no compiler makes such kernels of the rule's operators.
+# This is a PyTorch operator so that it can be traced: no compiler turns the operators of the rule into such kernels.
 @torch.library.custom_op(
     "hesscale::attention_shares",
     mutates_args=(),
@@ -109,7 +109,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tens
 
 @attention_shares.register_vmap
 def _(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """Members of an ensemble are more heads."""
+    """Members of an ensemble become additional heads."""
     tensors = [
         x if x is None else (x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
         for x, dim in zip(arguments[:6], in_dims, strict=False)

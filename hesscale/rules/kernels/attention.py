@@ -1,7 +1,7 @@
 """Triton kernels for the shares of attention in bfloat16 on a GPU.
 
-They compute what :mod:`hesscale.rules.attention` computes in blocks, but no part of P is ever written to memory. Products have
-factors in bfloat16, and sums are in single precision. All tensors are contiguous, of shape (batch · heads, length, size).
+They compute what :mod:`hesscale.rules.attention` computes in blocks, but never write any part of P to memory. The factors of
+products are in bfloat16, and sums are in single precision. All tensors are contiguous, of shape (batch · heads, length, size).
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BY_ROWS = 64, 32, 4  # rows and columns of a block of P, and warps; twice as many for large heads
+BY_ROWS = 64, 32, 4  # rows and columns of a block of P, and warps; large heads have twice as many warps
 BY_COLUMNS = 64, 32, 4
-LARGE_MEMORY = 2**17  # what large heads need for three stages of the pipeline
+LARGE_MEMORY = 2**17  # bytes of shared memory that large heads need for three stages of the pipeline
 
 
 @triton.jit
 def load_rows(matrix, rows, count, SIZE: tl.constexpr, PADDED: tl.constexpr):
-    """Rows of a matrix, and zeros beyond its ends."""
+    """Load rows of a matrix, with zeros beyond its ends."""
     entries = tl.arange(0, PADDED)
     is_inside = (rows < count)[:, None] & (entries < SIZE)[None, :]
     return tl.load(matrix + rows[:, None] * SIZE + entries[None, :], mask=is_inside, other=0.0)
@@ -33,7 +33,7 @@ def store_rows(matrix, values, rows, count, SIZE: tl.constexpr, PADDED: tl.const
 
 @triton.jit
 def scores_of(q, k, rows, columns, column_count, scale, IS_CAUSAL: tl.constexpr):
-    """c Q Kᵀ, and −∞ where a row does not see a column."""
+    """c Q Kᵀ, and −∞ where a query does not attend to a key."""
     is_seen = (columns < column_count)[None, :]
     if IS_CAUSAL:
         is_seen = is_seen & (columns[None, :] <= rows[:, None])
@@ -146,7 +146,7 @@ def launch(
     q: Tensor, k: Tensor, v: Tensor, s: Tensor | None, g: Tensor | None, mean: Tensor | None, scale: float, is_causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The shares of Q, K and V, given s and g at O, and Σ g O over each row."""
-    # Here and not before: in a trace, tensors may be contiguous that are not where the graph runs.
+    # This is done here and not earlier: a tensor that is contiguous in a trace may not be contiguous when the graph runs.
     q, k, v, s, g, mean = (None if x is None else x.contiguous() for x in (q, k, v, s, g, mean))
     (heads, rows, size), columns = q.shape, k.shape[1]
     log_sum, total = (torch.empty(heads, rows, device=q.device) for _ in range(2))

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PROGRAMS = 512  # for rows of 1,024 entries or more; each takes every 512th row, and has partial sums for weight and bias
+PROGRAMS = 512  # for rows of 1,024 entries or more; each takes every 512th row and computes partial sums for weight and bias
 
 
 @triton.jit
@@ -55,7 +55,7 @@ def norm_kernel(
 def launch(
     x: Tensor, mean: Tensor, scale: Tensor, weight: Tensor | None, s: Tensor | None, g: Tensor | None, is_centred: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The shares of x, weight and bias. The mean is not read unless the norm is centred."""
+    """The shares of x, weight and bias. The mean is read only if the norm is centred."""
     rows, size = x.shape
     padded = triton.next_power_of_2(size)
     programs = min(PROGRAMS * max(1, 1024 // padded), rows)

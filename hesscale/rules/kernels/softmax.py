@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-COLUMNS = 2048  # of a row, at a time
+COLUMNS = 2048  # entries of a row that are processed at a time
 
 
 @triton.jit
