@@ -19,7 +19,7 @@ BOUNDS = {
     "clipped": {"update_clip": 0.7},
     "grafted": {"graft": (1.0, 1.0)},
     "capped": {"graft": (0.0, 1.5)},
-    "default": {"damping": 0.03, "graft": (1.0, 3.0)},
+    "damped, grafted": {"damping": 0.03, "graft": (1.0, 3.0)},
     "all": {"damping": 0.1, "update_clip": 2.0, "graft": (0.2, 0.5)},
 }
 
