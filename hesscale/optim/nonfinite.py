@@ -165,8 +165,8 @@ class NonFiniteCheck:
         is_zero = not any(bool(curvature.any()) for curvature in curvatures)
         if is_true_everywhere(meshes, is_zero, curvatures[0].device):
             warnings.warn(
-                "the Hessian diagonal is zero for every parameter (piecewise linear model and loss?), so the step does not use it. "
-                "Use a loss with curvature, or an optimizer that needs none, such as Adam",
+                "the Hessian diagonal is zero for every parameter (piecewise linear model and loss?), so the step does not use "
+                "it. Use a loss with curvature, or an optimizer that needs none, such as Adam",
                 CurvatureWarning,
                 stacklevel=5,  # the line that called step
             )
