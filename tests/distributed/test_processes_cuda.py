@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import test_ddp
 import test_fsdp
@@ -35,6 +37,7 @@ def results(rank, kind):
     torch.set_default_device("cuda")
     found = {}
     for name, (function, args, options) in TABLES[kind].items():
+        print(f"process {rank}: {kind}, {name}", file=sys.stderr, flush=True)  # pytest shows it if the process crashes
         try:
             found[name] = function(rank, *args, **options)
         except Exception as error:  # the other process meets it too: let the next cases run
@@ -54,7 +57,7 @@ def compare(found, expected):
         found, expected = (
             {k: v for k, v in result.items() if k not in ("sent", "size", "early")} for result in (found, expected)
         )
-    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-11)
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-9)  # a bias before batch norm has noise for a gradient
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +68,12 @@ def ranks():
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, table in TABLES.items() for name in table])
 def test_two_processes_on_one_gpu_train_like_one(kind, name, ranks):
     if kind not in ranks:
-        ranks[kind] = run(results, kind)
+        try:
+            ranks[kind] = run(results, kind)
+        except Exception as error:  # a process crashed: do not start them again for each case
+            ranks[kind] = error
+    if isinstance(ranks[kind], Exception):
+        raise ranks[kind]
     expected = whole(kind, TABLES[kind][name])
     for found in ranks[kind][:1] if name == "around the module" else ranks[kind]:
         compare(found[name], expected)
