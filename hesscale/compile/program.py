@@ -24,6 +24,7 @@ class Mode(Enum):
     TRACED = "traced"
     COMPILED = "compiled"
     CUDA_GRAPH = "compiled + CUDA graph"
+    TRACED_CUDA_GRAPH = "traced + CUDA graph"
 
 
 class Program(ABC):
@@ -88,7 +89,7 @@ class Program(ABC):
         self.mode = Mode.COMPILED
 
     def capture(self) -> None:
-        """Capture compiled code in a CUDA graph, and again if a tensor has moved that the graph reads in place."""
+        """Capture the code in a CUDA graph, and again if a tensor has moved that the graph reads in place."""
         moved: set[int] = set()
         copied: set[int] = set()
         if self.cuda_graph is not None:
@@ -97,4 +98,4 @@ class Program(ABC):
                 return
         self.cuda_graph = None  # frees its memory before the new graph takes any
         self.cuda_graph = CudaGraph(self.code, self.arguments, copied | self.copied_arguments(moved))
-        self.mode = Mode.CUDA_GRAPH
+        self.mode = Mode.TRACED_CUDA_GRAPH if self.mode in (Mode.TRACED, Mode.TRACED_CUDA_GRAPH) else Mode.CUDA_GRAPH

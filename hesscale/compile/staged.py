@@ -42,7 +42,7 @@ class StagedStep:
     Args:
         source: makes the steps.
         compiles: whether to compile the traced graph.
-        captures: whether to capture the compiled code in a CUDA graph.
+        captures: whether to capture the code in a CUDA graph.
         obstacle: why the step has to stay in eager mode; empty if it does not.
     """
 
@@ -66,7 +66,7 @@ class StagedStep:
         """Whether all later steps will run as the last one did."""
         if self.program is None:
             return self.next_build is None
-        return self.program.has_run and (self.mode is not Mode.COMPILED or not self.captures)
+        return self.program.has_run and (self.program.cuda_graph is not None or not self.captures)
 
     def __call__(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         if self.program is not None and not self.program.fits(inputs):
@@ -79,7 +79,7 @@ class StagedStep:
             outputs = self.source.eager(inputs)
             self.eager_steps += 1
             return outputs
-        if self.captures and self.program.has_run and self.program.mode is not Mode.TRACED:
+        if self.captures and self.program.has_run:
             self.capture(self.program)
         return self.program(self.program.arguments)
 
