@@ -120,6 +120,8 @@ def learned(case: Case, name: str, seed: int, steps: int) -> dict[str, Any]:
     model, spent = agent(case, name, seed), [0.0]
     model.train = timed(model.train, spent)
     model.learn(steps, callback=Watch())
+    if spent[0] == 0:
+        raise ValueError(f"{case.algo} made no update in {steps} steps; give more --steps")
     last = [total for at, total in episodes if at > (1 - FINAL) * steps]
     means = [digits(statistics.fmean(found)) if found else None for found in ([total for _, total in episodes], last)]
     return {
@@ -171,10 +173,8 @@ def joined(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def merged(folder: Path) -> dict[str, Any]:
-    """The record of all parts, which lists their commands."""
-    parts = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*/sb3.json"))]
-    if not parts:
-        raise FileNotFoundError(f"no {folder}/*/sb3.json")
+    """The record of all parts, which lists their commands. A part without a record, since it failed, is an error."""
+    parts = [json.loads((part / "sb3.json").read_text(encoding="utf-8")) for part in sorted(folder.iterdir())]
     machines = [part["machine"] for part in parts]
     return {
         "machine": {key: distinct(machine.get(key, "none") for machine in machines) for key in dict(ChainMap(*machines))},

@@ -225,7 +225,10 @@ def test_every_optimizer_trains_agents_of_stable_baselines3(monkeypatch, tmp_pat
         assert all(run["mean_return"] > 0 and run["train_s"] > 0 for run in row["runs"])
     with pytest.raises(ValueError, match=r"seeds \[0, 0, 1, 2\]; run each seed once"):
         sb3.joined([*rows, *parts[1]["rows"]])
-    with pytest.raises(FileNotFoundError, match=r"no .*sb3\.json"):
-        sb3.main(["--merge", str(tmp_path / "parts" / "soon"), "--out", str(tmp_path)])
+    (tmp_path / "parts" / "failed").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"failed.sb3\.json"):
+        sb3.main(["--merge", str(tmp_path / "parts"), "--out", str(tmp_path)])
+    with pytest.raises(ValueError, match="no update in 5 steps"):
+        sb3.main(["--only", "sac-pendulum", "--steps", "5", "--out", str(tmp_path)])
     stored = json.loads((ROOT / "results/sb3/sb3.json").read_text(encoding="utf-8"))
     assert sb3.page(stored) == (ROOT / "results/sb3/sb3.md").read_text(encoding="utf-8")
