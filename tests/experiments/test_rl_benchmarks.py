@@ -208,10 +208,27 @@ def test_every_optimizer_trains_agents_of_stable_baselines3(monkeypatch, tmp_pat
     pytest.importorskip("stable_baselines3")
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     sb3 = importlib.import_module("sb3_agents")
-    sb3.main(["--only", "a2c-cartpole", "--seeds", "2", "--steps", "100", "--out", str(tmp_path)])
-    rows = json.loads((tmp_path / "sb3.json").read_text())["rows"]
+    for first, count, part in ((1, 2, "late"), (0, 1, "soon")):
+        seeds = ["--first-seed", str(first), "--seeds", str(count)]
+        sb3.main(["--only", "a2c-cartpole", *seeds, "--steps", "100", "--out", str(tmp_path / "parts" / part)])
+    parts = [json.loads((tmp_path / "parts" / part / "sb3.json").read_text()) for part in ("late", "soon")]
+    sb3.main(["--merge", str(tmp_path / "parts"), "--out", str(tmp_path)])
+    found = json.loads((tmp_path / "sb3.json").read_text())
+    assert found["parts"] == [part["command"] for part in parts]
+    assert {key: found[key] for key in ("machine", "commit")} == {key: parts[0][key] for key in ("machine", "commit")}
+    assert sb3.page(found) == (tmp_path / "sb3.md").read_text()
+    rows = found["rows"]
     assert [row["optimizer"] for row in rows] == list(sb3.OPTIMIZERS)
     assert rows[0]["to_adam"] == 1
     for row in rows:
-        assert [run["seed"] for run in row["runs"]] == [0, 1]
+        assert [run["seed"] for run in row["runs"]] == [0, 1, 2]
         assert all(run["mean_return"] > 0 and run["train_s"] > 0 for run in row["runs"])
+    with pytest.raises(ValueError, match=r"seeds \[0, 0, 1, 2\]; run each seed once"):
+        sb3.joined([*rows, *parts[1]["rows"]])
+    (tmp_path / "parts" / "failed").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"failed.sb3\.json"):
+        sb3.main(["--merge", str(tmp_path / "parts"), "--out", str(tmp_path)])
+    with pytest.raises(ValueError, match="no update in 5 steps"):
+        sb3.main(["--only", "sac-pendulum", "--steps", "5", "--out", str(tmp_path)])
+    stored = json.loads((ROOT / "results/sb3/sb3.json").read_text(encoding="utf-8"))
+    assert sb3.page(stored) == (ROOT / "results/sb3/sb3.md").read_text(encoding="utf-8")

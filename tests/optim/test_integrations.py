@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -79,6 +81,13 @@ def make_agent(name, optimizer, changes=None, **options):
     return agent, steps
 
 
+def rewards_normalized(env):
+    from stable_baselines3.common.env_util import make_vec_env
+    from stable_baselines3.common.vec_env import VecNormalize
+
+    return VecNormalize(make_vec_env(env))
+
+
 def parts_of(agent):
     """Its networks that have an optimizer one can choose."""
     return [agent.actor, agent.critic] if hasattr(agent, "actor") else [agent.policy]
@@ -144,7 +153,7 @@ def test_with_curvature_is_the_optimizer_and_the_block(name, tmp_path):
     sb3 = pytest.importorskip("stable_baselines3")
     gym = pytest.importorskip("gymnasium")
     env, settings, steps = AGENTS[name]
-    options, settings = {"eps": 1e-5, "trust_radius": 1e-3}, settings | {"learning_rate": lambda left: 1e-4 * left}
+    options, settings = {"eps": 1e-5}, settings | {"learning_rate": lambda left: 1e-4 * left}
     reference, _ = make_agent(name, hesscale.AdaHesScale, settings, **options)
     learn(reference, steps)
     algorithm = hesscale.sb3.with_curvature(getattr(sb3, name), hesscale.AdaHesScale, **options)
@@ -165,10 +174,9 @@ def test_with_curvature_is_the_optimizer_and_the_block(name, tmp_path):
 @pytest.mark.parametrize("name", ["PPO", "A2C"])
 def test_policy_and_value_function_have_a_trust_region_each(name, tmp_path):
     sb3 = pytest.importorskip("stable_baselines3")
-    gym = pytest.importorskip("gymnasium")
     env, settings, steps = AGENTS[name]
     algorithm = hesscale.sb3.with_curvature(getattr(sb3, name), hesscale.AdaHesScale, trust_radius=1e-6, trust_region="group")
-    agent = algorithm("MlpPolicy", gym.make(env), seed=0, device="cpu", **settings)
+    agent = algorithm("MlpPolicy", rewards_normalized(env), seed=0, device="cpu", **settings)
     names = {id(p): name for name, p in agent.policy.named_parameters()}
     actor, critic = ({names[id(p)] for p in group["params"]} for group in agent.policy.optimizer.param_groups)
     assert {name for name in critic if "value_net" not in name} == {name for name in actor if "value_net" in name} == set()
@@ -176,10 +184,98 @@ def test_policy_and_value_function_have_a_trust_region_each(name, tmp_path):
     agent.learn(steps)
     assert len(agent.policy.optimizer.eta) == 2
     agent.save(tmp_path / "agent")
-    loaded = algorithm.load(tmp_path / "agent", env=gym.make(env), device="cpu")
+    loaded = algorithm.load(tmp_path / "agent", env=rewards_normalized(env), device="cpu")
     assert [len(group["params"]) for group in loaded.policy.optimizer.param_groups] == [len(actor), len(critic)]
     assert_equal(loaded.policy.parameters(), agent.policy.parameters())
     loaded.learn(steps, reset_num_timesteps=False)
+
+
+@pytest.mark.parametrize("optimizer", [hesscale.Adam, hesscale.AdaHesScale, hesscale.AdaHesScale.paper])
+@pytest.mark.parametrize("name", AGENTS)
+def test_a_trust_region_needs_no_step_size(name, optimizer, tmp_path):
+    """Its step size is 1 and gradients are not clipped, unless the caller says otherwise."""
+    sb3 = pytest.importorskip("stable_baselines3")
+    env, settings, steps = AGENTS[name]
+    env = rewards_normalized(env)
+    algorithm = hesscale.sb3.with_curvature(getattr(sb3, name), optimizer, trust_radius=1e-6)
+    settings = {key: value for key, value in settings.items() if key != "learning_rate"}
+    agent = algorithm("MlpPolicy", env, seed=0, device="cpu", **settings)
+    assert agent.learning_rate == 1
+    assert getattr(agent, "max_grad_norm", math.inf) == math.inf
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", hesscale.CurvatureWarning)
+        agent.learn(steps)
+    agent.save(tmp_path / "agent")
+    loaded = algorithm.load(tmp_path / "agent", env=env, device="cpu")
+    assert loaded.learning_rate == 1
+    assert getattr(loaded, "max_grad_norm", math.inf) == math.inf
+    for part, other in zip(parts_of(loaded), parts_of(agent), strict=True):
+        assert part.optimizer.param_groups[0]["trust_radius"] == 1e-6
+        assert part.optimizer.param_groups[0]["graft"] == other.optimizer.param_groups[0]["graft"]
+    assert algorithm("MlpPolicy", env, 0.5, device="cpu").learning_rate == 0.5
+    if name in ("PPO", "A2C", "DQN"):
+        assert algorithm("MlpPolicy", env, max_grad_norm=2.0, device="cpu").max_grad_norm == 2
+
+
+@pytest.mark.parametrize("names_an_option", [False, True])
+def test_a_trust_region_needs_no_step_size_in_a_class_of_ones_own(names_an_option):
+    """It hides the parameters of PPO, or some of them, behind its own."""
+    sb3 = pytest.importorskip("stable_baselines3")
+
+    class Other(sb3.PPO):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+
+    class Clipped(sb3.PPO):
+        def __init__(self, policy, env, max_grad_norm=0.5, **kwargs):
+            super().__init__(policy, env, max_grad_norm=max_grad_norm, **kwargs)
+
+    algorithm = hesscale.sb3.with_curvature(Clipped if names_an_option else Other, hesscale.AdaHesScale, trust_radius=1e-6)
+    small = {"n_steps": 64, "device": "cpu"}
+    agent = algorithm("MlpPolicy", "CartPole-v1", **small)
+    assert (agent.learning_rate, agent.max_grad_norm) == (1, math.inf)
+    agent = algorithm("MlpPolicy", "CartPole-v1", learning_rate=0.5, max_grad_norm=2.0, **small)
+    assert (agent.learning_rate, agent.max_grad_norm) == (0.5, 2)
+    agent = algorithm("MlpPolicy", "CartPole-v1", 0.25, **small)
+    assert (agent.learning_rate, agent.max_grad_norm) == ((1, 0.25) if names_an_option else (0.25, math.inf))
+
+
+def test_the_options_of_an_agent_decide_whether_it_has_a_trust_region():
+    sb3 = pytest.importorskip("stable_baselines3")
+    region, none = {"optimizer_kwargs": {"trust_radius": 1e-6}}, {"optimizer_kwargs": {}}
+    with_region = hesscale.sb3.with_curvature(sb3.A2C, hesscale.AdaHesScale, trust_radius=1e-6)
+    without = hesscale.sb3.with_curvature(sb3.A2C, hesscale.AdaHesScale)
+    assert without("MlpPolicy", "CartPole-v1", policy_kwargs=region, device="cpu").learning_rate == 1
+    agent = with_region("MlpPolicy", "CartPole-v1", policy_kwargs=none, device="cpu")
+    assert (agent.learning_rate, agent.max_grad_norm) == (7e-4, 0.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", hesscale.CurvatureWarning)
+        agent.learn(5)
+
+
+@pytest.mark.parametrize("options", [{}, {"trust_radius": 1e-6}])
+def test_the_temperature_does_not_take_the_step_size_of_a_trust_region(options, tmp_path):
+    sb3 = pytest.importorskip("stable_baselines3")
+    env, settings, steps = AGENTS["SAC"]
+    env = rewards_normalized(env)
+    algorithm = hesscale.sb3.with_curvature(sb3.SAC, hesscale.AdaHesScale, **options)
+    agent = algorithm("MlpPolicy", env, learning_rate=lambda left: 1e-4 * (1 + left), device="cpu", **settings)
+    agent.learn(steps)
+    agent.save(tmp_path / "agent")
+    loaded = algorithm.load(tmp_path / "agent", env=env, device="cpu")
+    loaded.learn(steps, reset_num_timesteps=False)
+    for each in (agent, loaded):
+        step_size = each.critic.optimizer.param_groups[0]["lr"]
+        assert 1e-4 <= step_size <= 2e-4
+        assert each.ent_coef_optimizer.param_groups[0]["lr"] == (3e-4 if options else step_size)
+
+
+def test_a_trust_radius_for_raw_rewards_draws_a_warning():
+    sb3 = pytest.importorskip("stable_baselines3")
+    algorithm = hesscale.sb3.with_curvature(sb3.A2C, hesscale.AdaHesScale, trust_radius=1e-6)
+    agent = algorithm("MlpPolicy", "CartPole-v1", device="cpu")
+    with pytest.warns(hesscale.CurvatureWarning, match="VecNormalize"):
+        agent.learn(5)
 
 
 def test_with_curvature_refuses_what_it_cannot_use():
