@@ -9,6 +9,7 @@ The sum runs over all parameters of the region: those of the optimizer, or of on
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from ..distributed.shards import sum_over
 from .batches import Batch
+from .options import check_range
 from .scalars import Number, counter, each, materialize
 from .update import Quotient, bias_corrections, evaluate
 
@@ -93,3 +95,42 @@ def scaled_shares(counters: dict[str, Tensor]) -> dict[int, Tensor]:
     """The share of steps with η < 1, by trust region."""
     regions = [name.removeprefix("scaled ") for name in counters if name.startswith("scaled ")]
     return {int(region): counters[f"scaled {region}"] / counters[f"measured {region}"] for region in regions}
+
+
+def adapt_trust_radius(groups: Iterable[dict[str, Any]], measured: float, target: float, *, max_factor: float = 2.0) -> None:
+    """Change the trust radius of parameter groups so that a change that their steps made comes closer to a target.
+
+    The change may be any number that grows with the square of the steps' length, as Δ does. An example is the KL divergence
+    between the policies before and after an update. So Δ is multiplied by target / measured, within limits.
+
+    Args:
+        groups: entries of ``optimizer.param_groups``. If one trust region has all groups, pass all of them.
+        measured: the change since the radius was last adapted.
+        target: what it should have been.
+        max_factor: Δ grows and shrinks by at most this factor.
+
+    Raises:
+        ValueError: if the measured change is NaN, an option is out of range, or a group has no trust radius.
+
+    Example:
+        >>> import torch, hesscale
+        >>> w = torch.ones(2, requires_grad=True)
+        >>> optimizer = hesscale.AdaHesScale.paper([w], lr=1.0, trust_radius=1e-7)
+        >>> hesscale.optim.adapt_trust_radius(optimizer.param_groups, measured=0.015, target=0.02)
+        >>> optimizer.param_groups[0]["trust_radius"]
+        1.3333333333333334e-07
+    """
+    groups = list(groups)
+    check_range("measured", measured, not math.isnan(measured), "a number")
+    check_range("target", target, target > 0, "positive")
+    check_range("max_factor", max_factor, max_factor >= 1, "at least 1")
+    if any(group["trust_radius"] is None for group in groups):
+        raise ValueError(
+            "a parameter group without a trust_radius cannot adapt it; create the optimizer with a first trust_radius"
+        )
+    factor = min(max(target / measured, 1 / max_factor), max_factor) if measured > 0 else max_factor
+    for group in groups:
+        if isinstance(group["trust_radius"], Tensor):  # it stays at its address, so a compiled step need not be traced again
+            group["trust_radius"].mul_(factor)
+        else:
+            group["trust_radius"] *= factor

@@ -9,7 +9,7 @@ import pytest
 import torch
 from training import assert_same, make_model, paper, pseudocode, train, weight
 
-from hesscale.optim import AdaHesScale, AdaHesScaleGN, Adam
+from hesscale.optim import AdaHesScale, AdaHesScaleGN, Adam, adapt_trust_radius
 
 
 @pytest.mark.parametrize(("optimizer", "squares"), [(AdaHesScale, "curvature"), (AdaHesScaleGN, "curvature"), (Adam, "gradient")])
@@ -112,3 +112,35 @@ def test_a_trust_radius_may_come_later():
     opt.backward((w**2).sum())
     opt.step()
     assert opt.eta[0] is not None
+
+
+@pytest.mark.parametrize("is_tensor", [False, True])
+@pytest.mark.parametrize(
+    ("measured", "factor"), [(0.02, 0.5), (0.005, 2.0), (0.008, 1.25), (1.0, 0.25), (0.0, 4.0), (-1e-9, 4.0), (math.inf, 0.25)]
+)
+def test_a_radius_adapts_to_a_measured_change(measured, factor, is_tensor):
+    a, b = (torch.ones(1, requires_grad=True) for _ in range(2))
+    radius = torch.tensor(1e-3) if is_tensor else 1e-3
+    opt = AdaHesScale.paper([{"params": [a], "trust_radius": radius}, {"params": [b]}], trust_radius=1e-3, trust_region="group")
+    adapt_trust_radius(opt.param_groups[:1], measured, target=0.01, max_factor=4.0)
+    radii = [group["trust_radius"] for group in opt.param_groups]
+    assert float(radii[0]) == pytest.approx(factor * 1e-3)
+    assert radii[1] == 1e-3
+    assert (radii[0] is radius) == is_tensor
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"measured": math.nan}, "measured=nan"),
+        ({"target": 0.0}, "target=0.0"),
+        ({"max_factor": 0.5}, "max_factor=0.5"),
+    ],
+)
+def test_a_radius_does_not_adapt_to_nonsense(options, message):
+    opt = AdaHesScale.paper([torch.ones(1, requires_grad=True)], trust_radius=1e-3)
+    with pytest.raises(ValueError, match=message):
+        adapt_trust_radius(opt.param_groups, **{"measured": 0.1, "target": 0.1, **options})
+    opt = AdaHesScale.paper([torch.ones(1, requires_grad=True)])
+    with pytest.raises(ValueError, match="without a trust_radius"):
+        adapt_trust_radius(opt.param_groups, 0.1, 0.1)

@@ -36,20 +36,23 @@ def definition(results: Iterable[Result]) -> str:
 
 
 class Method(NamedTuple):
-    """An optimizer, with its trust radius where several are compared."""
+    """An optimizer, with its trust radius where several are compared, and with the KL divergence that the radius adapts to."""
 
     optimizer: str
     trust_radius: float | None = None
+    target_kl: float = 0.0
 
     @property
     def label(self) -> str:
         radius = "" if self.trust_radius is None else f", Δ = {compact(self.trust_radius)}"
-        return AGENT_OPTIMIZERS[self.optimizer].label + radius
+        target = f", KL = {compact(self.target_kl)}" if self.target_kl else ""
+        return AGENT_OPTIMIZERS[self.optimizer].label + radius + target
 
     @property
     def name(self) -> str:
         """The label as part of a sentence."""
-        return self.label.replace(", Δ =", " with Δ =")
+        label, comma, details = self.label.partition(", ")
+        return f"{label} with {details.replace(', ', ' and ')}" if comma else label
 
     @property
     def colour(self) -> str:
@@ -67,15 +70,19 @@ def methods_of(results: Iterable[Result]) -> dict[Config, Method]:
     """The method of each task. Trust radii are part of it only if scaled optimizers have several."""
     tasks = [result.task for result in results]
     is_scaled = {name: spec.is_scaled for name, spec in AGENT_OPTIMIZERS.items()}
-    several = len({task.trust_radius for task in tasks if is_scaled[task.optimizer]}) > 1
-    return {task: Method(task.optimizer, task.trust_radius if several and is_scaled[task.optimizer] else None) for task in tasks}
+    radii = {task.trust_radius for task in tasks if is_scaled[task.optimizer]}
+    found = {}
+    for task in tasks:
+        has_own = len(radii) > 1 and is_scaled[task.optimizer]
+        found[task] = Method(task.optimizer, task.trust_radius if has_own else None, task.target_kl)
+    return found
 
 
 def in_order(methods: Iterable[Method]) -> list[Method]:
     """Methods in the order of the registry, then by radius, each once and without untrained agents."""
     order = list(AGENT_OPTIMIZERS)
     known = {method for method in methods if method.optimizer != UNTRAINED}
-    return sorted(known, key=lambda method: (order.index(method.optimizer), method.trust_radius or 0))
+    return sorted(known, key=lambda method: (order.index(method.optimizer), method.trust_radius or 0, method.target_kl))
 
 
 @dataclass

@@ -54,7 +54,7 @@ def by_radius(known: list[Scores], over_all: OverAll, algo: str, end: str) -> li
     lines: dict[tuple[str, float], dict[float, Estimate]] = {}
     for method, points in over_all.items():
         for size, at in points.items():
-            if method.trust_radius is not None:
+            if method.trust_radius is not None and not method.target_kl:
                 lines.setdefault((method.optimizer, size), {})[method.trust_radius] = at
     radii = sorted({radius for line in lines.values() for radius in line})
     if len(radii) < 2:

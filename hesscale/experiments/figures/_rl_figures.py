@@ -25,9 +25,9 @@ def sections(results: list[Result]) -> list[Section]:
 def by_way(results: list[Result]) -> Iterator[tuple[list[Result], str]]:
     """Groups of results with a suffix for their files.
 
-    Within a group, only environment, optimizer, trust radius, step size, seed and length differ.
+    Within a group, only environment, optimizer, trust radius, its target, step size, seed and length differ.
     """
-    apart = ("env", "optimizer", "trust_radius", "step_size", "seed", "steps")
+    apart = ("env", "optimizer", "trust_radius", "target_kl", "step_size", "seed", "steps")
     groups: dict[tuple[Any, ...], list[Result]] = {}
     for result in results:
         groups.setdefault(tuple((k, v) for k, v in asdict(result.task).items() if k not in apart), []).append(result)
@@ -51,7 +51,7 @@ def section(results: list[Result], end: str) -> Section:
 
     def place(result: Result) -> tuple[float, ...]:
         task, method = result.task, methods[result.task]
-        return order[task.optimizer], method.trust_radius or 0, task.step_size, task.seed
+        return order[task.optimizer], method.trust_radius or 0, method.target_kl, task.step_size, task.seed
 
     for env, found in sorted(by_environment(results).items()):
         for result in sorted(found, key=place):

@@ -59,6 +59,11 @@ class Settings:
     clip: float = option(0.2, "PPO's clipping range of probability ratios")
     epochs: int = option(0, "number of passes of PPO over each rollout; 0 for 10")
     minibatches: int = option(0, "number of minibatches in each pass; 0 for 32")
+    target_kl: float = option(
+        0.0,
+        "adapt the trust radius of each of the policy's networks after every 2048 steps, so that its part of the KL divergence "
+        "between the policies before and after comes closer to this target; 0 for constant radii",
+    )
     width: int = option(64, "number of units in each hidden layer")
     entropy: float = option(0.0, "coefficient of the entropy bonus")
     backend: str = option("inductor", f"backend of hesscale.compile_step: {', '.join(BACKENDS)}")
@@ -114,8 +119,9 @@ def tasks(settings: Settings) -> list[Config]:
     found: dict[Config, None] = {}
     for seed, env, algo, (name, size), radius in cells:
         own = {name: getattr(settings, name) for name in OF_PPO} if algo == "ppo" else {}
-        config = Config(algo, env, name, size, seed, steps[env], **shared, **own)
-        found[dataclasses.replace(config, trust_radius=radius) if AGENT_OPTIMIZERS[name].is_scaled else config] = None
+        if AGENT_OPTIMIZERS[name].is_scaled:
+            own |= {"trust_radius": radius, "target_kl": settings.target_kl}
+        found[Config(algo, env, name, size, seed, steps[env], **shared, **own)] = None
     return list(found)
 
 
@@ -124,7 +130,7 @@ def check_ranges(settings: Settings) -> None:
     for name in ("seeds", "steps", "width"):
         if getattr(settings, name) < 1:
             raise ValueError(f"{name} must be at least 1, not {getattr(settings, name)}")
-    for name in ("humanoid_steps", "rollout", "epochs", "minibatches", "eps", "entropy"):
+    for name in ("humanoid_steps", "rollout", "epochs", "minibatches", "eps", "entropy", "target_kl"):
         if not 0 <= getattr(settings, name) < math.inf:
             raise ValueError(f"{name} must be at least 0, not {getattr(settings, name)}")
     for name in ("gamma", "gae_lambda"):

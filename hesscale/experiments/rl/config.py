@@ -39,6 +39,8 @@ class Config:
         rollout: steps between updates; 0 for the algorithm's own number, 5 (A2C) or 2048 (PPO).
         gamma: the discount γ.
         gae_lambda, clip, epochs, minibatches: of PPO; A2C does not use them. 0 epochs or minibatches stand for 10 and 32.
+        target_kl: of the scaled optimizers. After every 2048 steps or more, the trust radius of each of the policy's networks
+            adapts, so that its part of the KL divergence over these steps comes closer to this target. 0 for constant radii.
         width: units in each hidden layer.
         entropy: the coefficient of the entropy bonus.
         backend: of :func:`hesscale.compile_step`.
@@ -64,6 +66,7 @@ class Config:
     clip: float = 0.2
     epochs: int = 0
     minibatches: int = 0
+    target_kl: float = 0.0
     width: int = 64
     entropy: float = 0.0
 

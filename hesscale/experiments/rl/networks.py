@@ -74,6 +74,11 @@ class Agent(nn.Module):
         """log π(a|s) by the outputs of the networks."""
         raise NotImplementedError
 
+    @staticmethod
+    def divergences(old: Outputs, new: Outputs) -> dict[str, Tensor]:
+        """The KL divergence of each agent's policy from its old one, a mean over samples: the part of each network, by name."""
+        raise NotImplementedError
+
     def policy_gradient(self, observations: Tensor, actions: Tensor, advantages: Tensor) -> Tensor:
         """−log π(a|s) A, a mean over samples and a sum over the policy's networks."""
         raise NotImplementedError
@@ -115,6 +120,14 @@ class Gaussian(Agent):
         variance = outputs["variance"].exp().clamp(min=MIN_VARIANCE)
         return losses.gaussian_log_prob(outputs["mean"], actions, variance=variance)
 
+    @staticmethod
+    def divergences(old: Outputs, new: Outputs) -> dict[str, Tensor]:
+        """½ Σ (μ' − μ)²/σ² and ½ Σ (σ'²/σ² − 1 − log σ'²/σ²), which add up to the divergence."""
+        variance = old["variance"].exp().clamp(min=MIN_VARIANCE)
+        log_ratio = new["variance"] - old["variance"]
+        parts = {"mean": (new["mean"] - old["mean"]) ** 2 / variance, "variance": log_ratio.expm1() - log_ratio}
+        return {name: 0.5 * part.sum(-1).mean(-1) for name, part in parts.items()}
+
     def policy_gradient(self, observations: Tensor, actions: Tensor, advantages: Tensor) -> Tensor:
         mean, variance = self(observations)
         by_mean = losses.gaussian_policy_gradient(mean, actions, advantages, variance=variance.detach())
@@ -149,6 +162,11 @@ class Categorical(Agent):
     @staticmethod
     def log_prob(outputs: Outputs, actions: Tensor) -> Tensor:
         return losses.categorical_log_prob(outputs["logits"], actions)
+
+    @staticmethod
+    def divergences(old: Outputs, new: Outputs) -> dict[str, Tensor]:
+        before, after = (outputs["logits"].log_softmax(-1) for outputs in (old, new))
+        return {"logits": (after.exp() * (after - before)).sum(-1).mean(-1)}
 
     def policy_gradient(self, observations: Tensor, actions: Tensor, advantages: Tensor) -> Tensor:
         return losses.categorical_policy_gradient(self.logits(observations), actions, advantages)
@@ -230,7 +248,11 @@ class AgentBatch:
 
     def log_prob(self, observations: Tensor, actions: Tensor) -> Tensor:
         """log π(a|s), likewise."""
-        return self.kind.log_prob({name: evaluate(self.layers[name], observations) for name in self.arrays}, actions)
+        return self.kind.log_prob(self.policy(observations), actions)
+
+    def policy(self, observations: Tensor) -> dict[str, Tensor]:
+        """The outputs of the policies' networks by name, likewise."""
+        return {name: evaluate(self.layers[name], observations) for name in self.arrays}
 
 
 def stack_or_view(tensors: list[Tensor]) -> Tensor:
