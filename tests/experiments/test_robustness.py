@@ -311,9 +311,24 @@ def test_every_radius_is_one_of_scaled_optimizers_alone():
     ]
 
 
+def test_a_radius_that_adapts_is_a_method_of_its_own():
+    asked = EXPERIMENT.tasks(robustness.Settings(optimizer="adam,scaled-adam@1", step_size="1e-3", seeds=1, target_kl=0.01))
+    assert [(task.optimizer, task.target_kl) for task in asked] == [("adam", 0), ("scaled-adam", 0.01), ("untrained", 0)]
+    found = [result(task.optimizer, task.step_size, 0, 1.0 + k, target_kl=task.target_kl) for k, task in enumerate(asked)]
+    found += [result("scaled-adam", 1.0, 0, 5.0), result("scaled-adam", 1.0, 0, 4.0, trust_radius=1e-6)]
+    labels = {method.label: method.name for method in methods_of(found).values()}
+    assert labels["Scaled Adam, Δ = 1e-8, KL = 0.01"] == "Scaled Adam with Δ = 1e-8 and KL = 0.01"
+    (section,) = robustness.sections(found)
+    assert {row[1] for row in section.items[0].rows} == labels.keys() - {"untrained"}
+    assert "at first, where it adapts to a KL divergence" in section.text
+    (plot,) = [item for item in section.items if item.name == "ppo-by-radius"]
+    assert plot.series[0].x == [1e-8, 1e-6]
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
+        ({"target_kl": -0.01}, "target_kl must be at least 0, not -0.01"),
         ({"humanoid_steps": -1}, "humanoid_steps must be at least 0, not -1"),
         ({"step_size": "1e-3;1"}, "a step size must be a number, not '1e-3;1'"),
         ({"trust_radius": "1e-7,-1"}, "trust_radius: a trust radius must be positive, not -1"),

@@ -143,7 +143,8 @@ def conditions(results: Sequence[Result]) -> str:
     """How agents are trained, as part of a sentence."""
     task: Config = results[0].task
     radii = sorted({r.task.trust_radius for r in results if AGENT_OPTIMIZERS[r.task.optimizer].is_scaled})
-    trust = f"Δ = {', '.join(map(compact, radii))} for scaled optimizers, " if radii else ""
+    first = " (at first, where it adapts to a KL divergence)" if any(r.task.target_kl for r in results) else ""
+    trust = f"Δ = {', '.join(map(compact, radii))} for scaled optimizers{first}, " if radii else ""
     return (
         f"ε = {compact(task.eps)}, {trust}{'½ ' if task.half_value_loss else ''}(v − R)² for "
         f"the critic, observations and rewards {'normalised' if task.normalize else 'not normalised'}, truncated episodes "

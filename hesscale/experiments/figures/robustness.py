@@ -51,8 +51,8 @@ PRESETS = {
 def tasks(settings: Settings) -> list[Config]:
     """The agents that settings ask for, and untrained ones, whose return has the score 0."""
     trained = rl.tasks(settings)
-    radius = Config.trust_radius
-    floor = [dataclasses.replace(task, optimizer=UNTRAINED, step_size=0.0, trust_radius=radius) for task in trained]
+    unused = {"step_size": 0.0, "trust_radius": Config.trust_radius, "target_kl": Config.target_kl}
+    floor = [dataclasses.replace(task, optimizer=UNTRAINED, **unused) for task in trained]
     return list(dict.fromkeys([*trained, *floor]))
 
 
