@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from ..engine.nodes import Edge, Node, metadata, pull
+from ..engine.nodes import Edge, Node, metadata, vjp
 from ..engine.propagate import fit
 from ..rules.registry import saved
 from .rows import unit_rows, zeros_at
@@ -79,7 +79,7 @@ def mean_over_rows(node: Node, square: Tensor) -> Tensor:
 def to_parameter(share: Tensor, node: Node, index: int, param: Edge) -> Tensor:
     """Convert the diagonal at an input of a node to the parameter's own shape: the input is the parameter, or its transpose."""
     edge = node.next_functions[index]
-    return pull({edge: fit(share, metadata(edge))}, [param], set())[param]
+    return vjp({edge: fit(share, metadata(edge))}, [param], set())[param]
 
 
 def products_of_weights(request: Request) -> dict[int, Node]:

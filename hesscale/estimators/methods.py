@@ -74,7 +74,7 @@ def ggn(request: Request) -> Diagonals:
     outputs = request.model_outputs
     total = outputs.at_leaves()
     for _, rows in unit_rows(outputs.like, request.at_once):
-        add_products(total, outputs.pull(rows), outputs.pull(*outputs.products(rows)))
+        add_products(total, outputs.vjp(rows), outputs.vjp(*outputs.products(rows)))
     return total
 
 
@@ -97,8 +97,8 @@ def ggn_mc(request: Request) -> Diagonals:
     total = outputs.at_leaves()
     for count in chunks(request.num_samples if outputs.edges else 0, request.at_once):
         a, b, at_leaves = outputs.draw(count)
-        pulled = outputs.pull(a)
-        add_products(total, pulled, pulled if b is a else outputs.pull(b, at_leaves), 1 / request.num_samples)
+        pulled = outputs.vjp(a)
+        add_products(total, pulled, pulled if b is a else outputs.vjp(b, at_leaves), 1 / request.num_samples)
     return total
 
 
@@ -133,7 +133,7 @@ def empirical_fisher(request: Request) -> Diagonals:
     total: list[Tensor | None] = [None] * len(request.params)
     gradients = [outputs.gradient(edge) for edge in outputs.edges]
     for _, samples in unit_rows(gradients[0].new_empty(count), request.at_once) if gradients else ():
-        pulled = outputs.pull(outputs.flatten([torch.einsum("rn,n...->rn...", samples.to(g.dtype), g) for g in gradients]))
+        pulled = outputs.vjp(outputs.flatten([torch.einsum("rn,n...->rn...", samples.to(g.dtype), g) for g in gradients]))
         add_products(total, pulled, pulled, count)
     return total
 

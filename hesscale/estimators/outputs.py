@@ -13,7 +13,7 @@ from torch import Tensor
 from ..engine.arguments import output_edges
 from ..engine.dispatch import Step, custom_rule
 from ..engine.head_structure import Head, find_head
-from ..engine.nodes import LEAF, Edge, Node, edge_of, inputs_of, leading_to, metadata, pull, topological
+from ..engine.nodes import LEAF, Edge, Node, edge_of, inputs_of, leading_to, metadata, topological, vjp
 from ..errors import UnsupportedOperator
 from ..rules import RULES, Rule
 from ..rules.registry import dimension, saved
@@ -63,7 +63,7 @@ class Outputs:
         """∂L/∂x at tensors of the head, with a graph. Tensors where it is zero are left out."""
         loss = self.request.loss
         with torch.enable_grad():
-            return pull({edge_of(loss): torch.ones_like(loss)}, targets, self.stops)
+            return vjp({edge_of(loss): torch.ones_like(loss)}, targets, self.stops)
 
     @cached_property
     def like(self) -> Tensor:
@@ -113,12 +113,12 @@ class Outputs:
             for end, vector in zip(ends, vectors, strict=True):
                 if end in self.sources:
                     add_to(seeds, self.sources[end], vector)
-            found = pull(seeds, targets, self.stops)
+            found = vjp(seeds, targets, self.stops)
             return tuple([found[target] if target in found else zeros_at(target) for target in targets])
 
         return in_rows(torch.vmap(product), product, rows)
 
-    def pull(self, rows: Tensor, at_leaves: dict[int, Tensor] | None = None) -> list[Tensor | None]:
+    def vjp(self, rows: Tensor, at_leaves: dict[int, Tensor] | None = None) -> list[Tensor | None]:
         """Jᵀv at every parameter for every row v; J is the identity at leaves of the head."""
         pulled = pull_rows(self.edges, self.request.edges, self.split(rows))
         for k, value in (at_leaves or {}).items():
@@ -195,7 +195,7 @@ class Outputs:
             seeds: dict[Edge, Tensor] = {}
             for softmax, vector in zip(self.softmaxes, vectors, strict=True):
                 add_to(seeds, softmax.edge, vector)
-            found = pull(seeds, self.edges, self.stops)
+            found = vjp(seeds, self.edges, self.stops)
             return tuple([found[edge] if edge in found else zeros_at(edge) for edge in self.edges])
 
         return self.flatten(in_rows(torch.vmap(pulled), pulled, rows))

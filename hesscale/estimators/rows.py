@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..engine.dispatch import diagonal_dtype
 from ..engine.head_values import agree
-from ..engine.nodes import Edge, edge_of, gradient_edge, is_once_differentiable, metadata, pull
+from ..engine.nodes import Edge, edge_of, gradient_edge, is_once_differentiable, metadata, vjp
 from ..errors import UnsupportedOperator
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def diagonal_if_alone(products: Callable[[Tensor], Tensor], like: Tensor) -> Ten
 def gradients_at(request: Request, edges: Sequence[Edge]) -> list[Tensor | None]:
     """∂L/∂x with a graph; None where the loss is linear in x."""
     with torch.enable_grad():
-        found = pull({edge_of(request.loss): torch.ones_like(request.loss)}, edges, set())
+        found = vjp({edge_of(request.loss): torch.ones_like(request.loss)}, edges, set())
     curved = [gradient if gradient is not None and gradient.requires_grad else None for gradient in map(found.get, edges)]
     check_twice_differentiable([gradient for gradient in curved if gradient is not None])
     return curved

@@ -146,7 +146,7 @@ def denominators_of(batch: Batch, squares: list[Tensor], steps: list[Tensor], *,
     if damped:
         bounds.damp(batch, denominators)
     torch._foreach_add_(denominators, materialize(each(lambda root: eps * root + (root == 0), roots)))
-    if isinstance(eps, Tensor) or eps == 0:  # no step where V is 0
+    if isinstance(eps, Tensor) or eps == 0:  # a weight does not change where V is 0
         denominators = [torch.where(d == 0, torch.inf, d) for d in denominators]
     return denominators, roots
 

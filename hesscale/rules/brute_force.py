@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..engine.checkpointing import saved_tensors_stay
+from ..engine.checkpointing import keep_recomputed_tensors
 from ..engine.nodes import Node, call, derivative, is_once_differentiable
 from ..errors import CurvatureWarning, UnsupportedOperator
 from .registry import Rule, Share
@@ -58,7 +58,7 @@ def add_second_derivatives(shares: list[Share], node: Node, g: tuple[Share, ...]
 def check_second_derivatives(node: Node) -> None:
     """Raise unless PyTorch can differentiate a node twice: asked before the backward pass starts and changes something."""
     try:
-        with torch.enable_grad(), saved_tensors_stay:
+        with torch.enable_grad(), keep_recomputed_tensors:
             is_custom = hasattr(node, "_forward_cls")
             pulled = pull_distinct(node, [zeros.requires_grad_(is_custom) for zeros in zero_cotangents(node)])
             for i, gradient in pulled.items():

@@ -85,6 +85,6 @@ def test_a_failed_check_widens_the_block_and_warns(gpu):
     structure.read_check()
     assert structure.block == ()
     gpu.is_done = True
-    with pytest.warns(CurvatureWarning, match="come to share second derivatives"):
+    with pytest.warns(CurvatureWarning, match="have mixed second derivatives now"):
         structure.read_check()
     assert structure.block == (1,)
