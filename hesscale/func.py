@@ -32,7 +32,7 @@ MAX_RECORDS = 64
 ONLY_VMAP = "Hessian diagonals cannot be differentiated: of torch.func's transforms, only vmap can be applied to this function"
 ADVICE = {  # what to do about a tensor that a recorded graph cannot contain
     OUTSIDE: "it uses a tensor that is not among its arguments: pass it as one",
-    MAKES: "it makes a tensor of Python data, which no graph would read again: make it outside, and pass it as an argument",
+    MAKES: "it makes a tensor of Python data, which is read only once: make the tensor outside, and pass it as an argument",
 }
 ESCAPED = "it uses a tensor that vmap maps over and that is not among its arguments: pass it as one"
 

@@ -49,7 +49,7 @@ class StagedStep:
     def __init__(self, source: Source, *, compiles: bool, captures: bool, obstacle: str = "") -> None:
         self.source, self.compiles, self.captures = source, compiles, captures
         self.program: Program | None = None
-        self.earlier_program: Program | None = None  # in case its tensors come back
+        self.earlier_program: Program | None = None  # in case the step gets the earlier program's tensors again
         self.builds = 0
         self.eager_steps = 0
         self.next_build: int | None = 1  # the number of eager steps after which to trace; None for never
@@ -84,7 +84,7 @@ class StagedStep:
         return self.program(self.program.arguments)
 
     def build(self, inputs: Sequence[Any]) -> None:
-        """Trace the step and compile it, as far as possible."""
+        """Trace the step, and compile and capture it if possible."""
         if self.earlier_program is not None and self.earlier_program.fits(inputs):
             self.program = self.earlier_program
             return
@@ -114,7 +114,7 @@ class StagedStep:
         started = time.perf_counter()
         try:
             program.compile()
-        except Exception as error:  # whatever went wrong in the compiler, the graph can still run
+        except Exception as error:  # of any kind: the graph can still run without the compiler
             self.reason = f"TorchInductor cannot compile it: {first_line(error)}"
             warn(f"the step runs as a graph that is not compiled; {self.reason}")
         logger.info("compiling took %.1f s", time.perf_counter() - started)
@@ -132,7 +132,7 @@ class StagedStep:
 
 
 def warn(message: str) -> None:
-    """Warn, and point at the innermost calling line that is neither in this package nor in torch."""
+    """Warn at the innermost calling line that is neither in this package nor in torch."""
     frame, level = sys._getframe(), 1
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in ("hesscale", "torch"):
         frame, level = frame.f_back, level + 1

@@ -391,7 +391,7 @@ class TestVmap:
             with pytest.raises(CannotTrace, match="a tensor that is not among its arguments: pass it as one"):
                 vmap(transform, (None, 0))(w, x)
         made = grad_and_hess_diag(lambda w, x: tanh_loss(w * torch.tensor([1.0, 2.0]), x))
-        with pytest.raises(CannotTrace, match="make it outside, and pass it as an argument"):
+        with pytest.raises(CannotTrace, match="make the tensor outside, and pass it as an argument"):
             vmap(made, (None, 0))(w, x)
         numbers = grad_and_hess_diag(lambda w, x: tanh_loss(w * scale[0].item(), x))
         with pytest.raises(CannotTrace, match="argument"):
@@ -410,7 +410,7 @@ class TestVmap:
 
     def test_looking_at_values_is_refused(self):
         w, x = torch.randn(4, 2), torch.randn(3, 4)
-        with pytest.raises(CannotTrace, match="looks at the values"):
+        with pytest.raises(CannotTrace, match="reads the values"):
             vmap(grad_and_hess_diag(lambda w, x: tanh_loss(w, x) if x.sum() > 0 else tanh_loss(2 * w, x)), (None, 0))(w, x)
 
     def test_places_in_memory_are_refused(self):
@@ -598,7 +598,7 @@ class TestCompile:
         w, x = torch.randn(4, 2), torch.randn(3, 4)
         scale = torch.tensor(2.0)
         for loss_fn, reason in (
-            (lambda w, x: tanh_loss(w, x) if x.sum() > 0 else tanh_loss(2 * w, x), "looks at the values"),
+            (lambda w, x: tanh_loss(w, x) if x.sum() > 0 else tanh_loss(2 * w, x), "reads the values"),
             (lambda w, x: tanh_loss(scale * w, x), "argument"),
         ):
             transform = grad_and_hess_diag(loss_fn)

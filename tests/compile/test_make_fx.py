@@ -48,8 +48,8 @@ def seeded(x):
 
 
 CANNOT = {
-    "a condition": (lambda x: [x if x.sum() > 0 else -x], "looks at the values"),
-    "a number": (lambda x: [x * x.sum().item()], "looks at the values"),
+    "a condition": (lambda x: [x if x.sum() > 0 else -x], "reads the values"),
+    "a number": (lambda x: [x * x.sum().item()], "reads the values"),
     "a tensor from outside": (lambda x: [x * OUTSIDE], "neither in the model nor an argument"),
     "data of Python": (lambda x: [x * torch.tensor([1.0, 2.0, 3.0])], "makes a tensor of Python data"),
     "a generator": (lambda x: [torch.rand(3, generator=torch.Generator())], "its own torch.Generator"),

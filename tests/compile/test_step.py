@@ -687,7 +687,7 @@ def test_batches_that_no_graph_can_take(change, loss_fn, saying):
 # --------------------------------------------------------------------------------------------- what cannot be traced, and why
 
 FACTOR, NOISE, ARRAY = torch.tensor(2.0), torch.zeros(8, 3), np.ones((8, 3))
-LOOKS = "looks at the values"
+LOOKS = "reads the values"
 
 
 def branching(model, x, y):
@@ -845,7 +845,7 @@ class Counting(torch.optim.SGD):
 
 
 def test_an_optimizer_of_ones_own():
-    check_eager(mlp(), batches(5), "code of your own", make=lambda p: Counting(p, lr=0.1))
+    check_eager(mlp(), batches(5), "your own code", make=lambda p: Counting(p, lr=0.1))
 
 
 class Keeping(nn.Module):

@@ -137,10 +137,10 @@ def test_a_radius_adapts_to_a_measured_change(measured, factor, is_tensor):
         ({"max_factor": 0.5}, "max_factor=0.5"),
     ],
 )
-def test_a_radius_does_not_adapt_to_nonsense(options, message):
+def test_adapt_trust_radius_refuses_invalid_arguments(options, message):
     opt = AdaHesScale.paper([torch.ones(1, requires_grad=True)], trust_radius=1e-3)
     with pytest.raises(ValueError, match=message):
         adapt_trust_radius(opt.param_groups, **{"measured": 0.1, "target": 0.1, **options})
     opt = AdaHesScale.paper([torch.ones(1, requires_grad=True)])
-    with pytest.raises(ValueError, match="without a trust_radius"):
+    with pytest.raises(ValueError, match="no trust_radius to adapt"):
         adapt_trust_radius(opt.param_groups, 0.1, 0.1)
