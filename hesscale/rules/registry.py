@@ -119,7 +119,7 @@ REFUSED: dict[str, str] = {
     "FlexAttention": KERNEL,
     "Varlen": KERNEL,
     "SyncBatchNorm": "batch norm over several processes couples their samples. Use group or layer norm, or nn.BatchNorm, which "
-    "normalises each process's part of the batch by itself",
+    "normalizes each process's part of the batch by itself",
     "grouped_mm_fallback": "this product of the experts cannot be differentiated twice. Call "
     "model.set_experts_implementation('eager')",
     "MiopenRnn": "ROCm's recurrent layers have no curvature rule. Run this layer under torch.backends.cudnn.flags(enabled=False)",

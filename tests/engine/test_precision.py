@@ -145,7 +145,7 @@ def test_a_divisor_of_few_digits():
 
 
 def mixed_norm(norm):
-    """Normalised activations of 16 bits, with a weight and a bias of 32."""
+    """Normalized activations of 16 bits, with a weight and a bias of 32."""
     return lambda a, b: norm(a, b[0], b[1])
 
 

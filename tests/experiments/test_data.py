@@ -388,7 +388,7 @@ def sha256(content: bytes) -> str:
 def test_a_download_that_broke_off_goes_on(server, tmp_path):
     server.files["file"], server.breaks = CONTENT, 50_000
     path, part = tmp_path / "below/file", tmp_path / "below/file.part"
-    with pytest.raises(DataError, match="50000 of 128000 bytes came") as caught:
+    with pytest.raises(DataError, match="only 50000 of 128000 bytes arrived") as caught:
         fetch(server.url("file"), path, sha256(CONTENT))
     assert f"run the same command to resume the download from {part}" in str(caught.value)
     assert part.read_bytes() == CONTENT[:50_000]

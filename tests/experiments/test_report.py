@@ -508,9 +508,9 @@ class TestMarks:
     @pytest.mark.parametrize(
         ("item", "message"),
         [
-            (Plot("p", "", [Series("a", [1], [1], kind="pie")]), "plot p, series a: kind 'pie' is none of line, dots, bars"),
+            (Plot("p", "", [Series("a", [1], [1], kind="pie")]), "plot p, series a: kind 'pie' is not one of line, dots, bars"),
             (Plot("p", "", [Series("a", [1, 2], [1])]), "differ in length"),
-            (Plot("p", "", [Series("a", [1], [1], [0])]), "low and high come together"),
+            (Plot("p", "", [Series("a", [1], [1], [0])]), "low needs high, and high needs low"),
             (Plot("p", "", [Series("a", [1], [1], [2], [0])]), "low is above high"),
             (Plot("p", "", [Series("a", [2], [1])], categories=["x", "y"]), "x is not within a category, 0 to 1"),
             (Plot("p", "", [Series("a", [np.nan], [1])], categories=["x", "y"]), "x is not within a category, 0 to 1"),

@@ -1,4 +1,4 @@
-"""A2C and PPO: advantages, losses and normalisers by slow references; agents that learn, resume, and say what is wrong."""
+"""A2C and PPO: advantages, losses and normalizers by slow references; agents that learn, resume, and say what is wrong."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_rollouts_keep_what_came_next_before_a_reset():
     assert envs.finished == [[(55.0, 10), (28.0, 7), (55.0, 10)]]
 
 
-def test_observations_are_normalised_as_gymnasium_does():
+def test_observations_are_normalized_as_gymnasium_does():
     envs, other = VectorEnv("CartPole-v1", [3]), gymnasium.wrappers.NormalizeObservation(gymnasium.make("CartPole-v1"))
     observation, _ = other.reset(seed=3)
     for k in range(100):
@@ -182,7 +182,7 @@ def test_rewards_are_divided_by_the_deviation_of_discounted_returns():
         assert rewards[t] == pytest.approx(min(raw / math.sqrt(variance + 1e-8), 10), rel=1e-4)
 
 
-def test_rewards_may_be_normalised_as_gymnasium_does():
+def test_rewards_may_be_normalized_as_gymnasium_does():
     """Which goes on with a discounted return where an episode was truncated."""
     rewards = VectorEnv(TOY, [0], gamma=0.9, reset_returns=False).collect(STILL, 27).rewards[0]
     other = gymnasium.wrappers.NormalizeReward(gymnasium.make(TOY), gamma=0.9)

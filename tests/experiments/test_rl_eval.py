@@ -105,7 +105,7 @@ def path(tmp_path):
     ],
     ids=["a2c", "ppo", "categorical", "raw", "cleanrl"],
 )
-def test_sampled_episodes_are_those_of_training_with_the_normaliser_frozen(tmp_path, monkeypatch, changes):
+def test_sampled_episodes_are_those_of_training_with_the_normalizer_frozen(tmp_path, monkeypatch, changes):
     learning = learned(**changes)
     save_policy(tmp_path / "policy.pt", learning.policy(0))
     policy = load_policy(tmp_path)

@@ -214,7 +214,7 @@ def test_the_largest_draw_is_within_bounds():
     assert images.augmented(loaded().padded, draws, 255).isfinite().all()
 
 
-def test_batches_are_normalised_and_have_their_labels():
+def test_batches_are_normalized_and_have_their_labels():
     (task,) = tasks()
     found = loaded()
     members = trainer.members_of([task], found)

@@ -155,7 +155,7 @@ def test_time_is_estimated_from_finished_runs(store, tmp_path):
     for seed in (0, 1):
         with Store(store.root).open("toy", as_task(Task(seed))) as run:
             run.note(seconds=60.0, together=1)
-    assert time_needed(EXPERIMENT, store, tasks, 2) == "It will take about 2 min with 2 workers, judging by 2 finished runs."
+    assert time_needed(EXPERIMENT, store, tasks, 2) == "It will take about 2 min with 2 workers, estimated from 2 finished runs."
 
 
 @pytest.fixture

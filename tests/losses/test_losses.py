@@ -253,7 +253,7 @@ def distillation(z: Tensor) -> Tensor:
 
 
 def margin_softmax(z: Tensor) -> Tensor:
-    """AM-softmax on normalised scores."""
+    """AM-softmax on normalized scores."""
     z = F.normalize(z, dim=-1) * 4
     return F.cross_entropy(z - 0.3 * F.one_hot(CLASSES, C), CLASSES)
 

@@ -1,4 +1,4 @@
-"""How far policies move, to which their trust radii can adapt."""
+"""KL divergences between policies over time, by which trust radii can adapt."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from torch import Tensor
 
 from .networks import AgentBatch, Array, evaluate
 
-WINDOW = 2048  # environment steps over which a change is measured: a rollout of PPO, many of A2C
+WINDOW = 2048  # environment steps over which a change is measured: one rollout of PPO, or many of A2C
 
 
 class PolicyChange:
-    """The KL divergence of each agent's policy from what it was at the start of a window, on the observations since then."""
+    """The KL divergence of each agent's policy from that at the start of a window, on the observations since then."""
 
     def __init__(self, agent_batch: AgentBatch) -> None:
         self.start(agent_batch)
 
     def start(self, agent_batch: AgentBatch) -> None:
-        """Begin a window with the policies as they are now."""
+        """Begin a window with the current policies."""
         agent_batch.refresh()
         self.old = {name: [(w.clone(), b.clone()) for w, b in agent_batch.layers[name]] for name in agent_batch.arrays}
         self.observations: list[Tensor] = []  # (agents, steps, inputs)
@@ -30,7 +30,7 @@ class PolicyChange:
         return sum(part.shape[1] for part in self.observations) >= WINDOW
 
     def divergences(self, agent_batch: AgentBatch) -> dict[str, Tensor]:
-        """The part of each of the policy's networks by name, one number for each agent."""
+        """The part of the KL divergence of each network by name, one number for each agent."""
         agent_batch.refresh()
         observations = torch.cat(self.observations, 1)
         old = {name: evaluate(layers, observations) for name, layers in self.old.items()}
