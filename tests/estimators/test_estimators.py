@@ -540,7 +540,7 @@ def test_empirical_fisher_of_outputs_without_further_dimensions():
 
 def test_empirical_fisher_needs_to_know_the_samples():
     problem = log_std()
-    with pytest.raises(ValueError, match=r"params\[0\], of shape \(4, 3\), enters the loss beside .* Leave it out of params"):
+    with pytest.raises(ValueError, match=r"depends on params\[0\], of shape \(4, 3\), other than .* Leave it out of params"):
         estimate("empirical_fisher", problem.loss(), problem.params)
     a, b = nn.Linear(2, 2), nn.Linear(2, 2)
     loss = a(torch.randn(3, 2)).exp().sum() + b(torch.randn(4, 2)).exp().sum()
@@ -615,7 +615,7 @@ def test_kfac_says_which_parameter_is_no_weight():
         estimate("kfac", problem.loss(), problem.params[:2])
     layer = nn.Linear(3, 3)
     h = torch.randn(2, 3, requires_grad=True) * 2
-    with pytest.raises(ValueError, match="beside the model's outputs, and K-FAC is defined for layers below"):
+    with pytest.raises(ValueError, match="other than through the model's outputs, and K-FAC is defined for layers below"):
         estimate("kfac", layer(h).exp().sum(), [layer.weight], outputs=h)
 
 
@@ -706,7 +706,7 @@ def test_wrong_arguments():
 
 def test_where_no_outputs_are_found():
     w, x = torch.randn(3, requires_grad=True), torch.randn(3)
-    with pytest.raises(ValueError, match=r"the loss itself comes out of DotBackward0.*outputs="):
+    with pytest.raises(ValueError, match=r"DotBackward0 computes the loss itself.*outputs="):
         estimate("ggn", (w * x).dot(w), [w])
     z = w * x
     close(estimate("ggn", z.dot(z), [w], outputs=z), [2 * x**2])

@@ -297,7 +297,7 @@ def test_leaves_of_the_head():
     loss = F.gaussian_nll_loss(layer(image(3)), image(3), deviation.exp().expand(4, 3))
     refused(loss, [*layer.parameters(), deviation], r"params\[2\], of shape \(3,\), is input 0 of ExpBackward0")
     h = torch.randn(2, 3, requires_grad=True) * 2
-    refused(layer(h).exp().sum(), [layer.weight], "enters the loss beside the model's outputs, and its gradient", outputs=h)
+    refused(layer(h).exp().sum(), [layer.weight], "other than through the model's outputs, and its gradient", outputs=h)
 
 
 MIXING = {

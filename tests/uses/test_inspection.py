@@ -238,7 +238,7 @@ def test_batches_of_any_kind_count_by_their_examples():
     assert found.of["weight"].diagonal.item() == pytest.approx(2 * (4 + 9) / 5)
     assert (found.examples, found.batches) == (5, 2)
     assert found.loss == pytest.approx(float((model.weight.detach() ** 2 * (4 + 9) / 5).item()))
-    with pytest.raises(ValueError, match="of type tuple has no tensor that tells its number of examples"):
+    with pytest.raises(ValueError, match="of type tuple has no tensor, so its number of examples is unknown"):
         mean_derivatives(model, [([1.0, 2.0],)], lambda model, x: model(torch.tensor(x)[:, None]).square().mean())
 
 

@@ -43,7 +43,7 @@ class Method:
         return IMAGE_OPTIMIZERS[self.name].label
 
     def scores(self, split: str, size: float) -> list[float]:
-        """Scores by seed; more is better. They are accuracies (0 for a diverged seed), or negative losses (−∞ for such a seed)."""
+        """Scores by seed; more is better: accuracies (0 for a diverged seed), or negative losses (−∞ for such a seed)."""
         if self.metric == "accuracy":
             return [result.values.get(f"{split}_accuracy", 0.0) for result in self.by_size[size]]
         return [-result.values.get(f"{split}_loss", math.inf) for result in self.by_size[size]]
