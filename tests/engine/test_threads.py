@@ -74,7 +74,7 @@ def test_networks_of_one_structure_in_threads_of_their_own(loss):
 
 
 @pytest.mark.usefixtures("frequent_switches")
-def test_more_structures_than_are_kept():
+def test_more_structures_than_the_cache_holds():
     """Threads that push out each other's schedules still get their numbers."""
     weight = torch.randn(2, 1, requires_grad=True)
 
@@ -87,7 +87,7 @@ def test_more_structures_than_are_kept():
 
 
 @pytest.mark.usefixtures("frequent_switches")
-def test_another_thread_that_shares_leaves_takes_nothing_away():
+def test_threads_may_share_leaves():
     """Its backward passes reach the same leaves, whose hooks must not take them for the pass that carries curvature."""
     leaves = [torch.randn(3, requires_grad=True) for _ in range(12)]
     done = threading.Event()

@@ -98,7 +98,7 @@ def test_the_exact_diagonal(at, k):
         ("g²", "squared_gradient"),
     ],
 )
-def test_methods_without_chance(at, k, method, theirs):
+def test_deterministic_methods(at, k, method, theirs):
     found = expanded(at, k, all_structured(at), methods.STRUCTURED.index(method))
     assert_same(found, of_library(at, k, theirs))
 
@@ -317,7 +317,7 @@ def test_errors_are_those_of_training_with_the_library(tiny, standardize):
     torch.testing.assert_close(values["to_ggn"][0, :, [0, -1]], to_ggn / task.examples, rtol=1e-6, atol=1e-12)
 
 
-def test_each_step_and_network_draws_afresh(monkeypatch):
+def test_each_step_and_network_has_new_random_draws(monkeypatch):
     seen = []
     draw = methods.draw_labels
     monkeypatch.setattr(methods, "draw_labels", lambda at, random: seen.extend(map(state_of, random)) or draw(at, random))
@@ -329,7 +329,7 @@ def state_of(random):
     return tuple(random.bit_generator.state["state"]["state"].tolist())
 
 
-def test_bl89_of_the_authors_is_another_networks():
+def test_authors_bl89_belongs_to_another_network():
     """One with weights of its own that learns the same examples."""
     task = dataclasses.replace(SMALL, quirks="authors")
     ours, theirs = (quality.run(given, Recorder(), None)["errors"] for given in (SMALL, task))

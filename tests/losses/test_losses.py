@@ -577,7 +577,7 @@ def test_exact_in_the_last_layer(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_rules_alone_serve_every_loss(name: str) -> None:
+def test_every_loss_works_with_rules_only(name: str) -> None:
     value, _, layers, _ = build(name)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

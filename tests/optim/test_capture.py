@@ -52,7 +52,7 @@ def test_random_estimates_are_captured_too():
     assert_same(model, [p.detach() for p in other.parameters()])
 
 
-def test_only_their_parameters_are_served():
+def test_only_parameters_of_captured_optimizers_receive_curvature():
     actor, critic, bystander = make_model(), make_model(), make_model()
     one, two = AdaHesScale(actor.parameters()), AdaHesScaleGN(critic.parameters())
     x, y = next(batches(1))
@@ -67,7 +67,7 @@ def test_only_their_parameters_are_served():
     two.step()
 
 
-def test_other_losses_pass_untouched():
+def test_losses_without_captured_parameters_are_unchanged():
     """Not even an operator without a rule matters where no captured parameter is."""
     model, other = make_model(), make_model()
     opt = AdaHesScale(model.parameters())

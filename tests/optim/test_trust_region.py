@@ -91,7 +91,7 @@ def test_each_group_measures_with_its_own_decay_rates():
     torch.testing.assert_close(etas(1), etas(-1))
 
 
-def test_groups_that_take_no_part_keep_their_own_share():
+def test_groups_without_a_step_keep_their_scaled_share():
     a, b = weight(), weight()
     opt = AdaHesScale.paper([{"params": [a]}, {"params": [b]}], lr=0.5, eps=0, trust_radius=1e-3, trust_region="group")
     for parts in ([a], [a, b], [b]):

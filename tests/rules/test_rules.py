@@ -62,7 +62,7 @@ FAMILIES = {
 }
 
 
-def test_families_are_all_of_them():
+def test_every_family_is_tested():
     elsewhere = {"attention", "recurrent"}  # test_attention.py, test_recurrent.py
     assert {*FAMILIES, *elsewhere} == {rule.family for table in (RULES, COMPLEX) for rule in table.values()}
 

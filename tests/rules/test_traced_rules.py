@@ -177,7 +177,7 @@ def in_words(errors: dict[str, Exception]) -> str:
 
 
 @pytest.mark.parametrize("method", ["hesscale", "hesscale_gn"])
-def test_no_rule_looks_at_values(method):
+def test_no_rule_reads_values(method):
     """For every kind of node, since a trace costs ten times as much."""
     constant = "index fill with a tensor"  # its rule counts the entries of an index, which a trace knows too
     wrong = failures(functools.partial(check_looks, method=method), [name for name in chosen(1) if name != constant])
@@ -231,7 +231,7 @@ def test_every_mapped_rule_gives_the_numbers_of_eager_mode():
 
 @pytest.mark.usefixtures("constants_allowed")
 @pytest.mark.parametrize("name", UNTRACEABLE)
-def test_what_cannot_be_traced_is_refused(name):
+def test_rules_that_cannot_be_traced_are_refused(name):
     function, values = prepare(name, "hesscale")
     function(*values)
     with pytest.raises(tracing.CannotTrace):

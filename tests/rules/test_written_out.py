@@ -83,7 +83,7 @@ def test_rule_equals_the_formula(name, use):
         torch.testing.assert_close(diagonal, truth, rtol=1e-8, atol=1e-10)
 
 
-def test_logcumsumexp_of_nothing_yet():
+def test_logcumsumexp_of_minus_infinity():
     x = torch.tensor([-math.inf, -math.inf, 1.0, -math.inf, 3.0], dtype=torch.float64)
     (mine,) = diagonals(lambda x: x.logcumsumexp(0), [x], draw(5), draw(5, seed=1))
     (truth,) = diagonals(lambda x: x.logcumsumexp(0), [x[2:]], draw(5)[2:], draw(5, seed=1)[2:])

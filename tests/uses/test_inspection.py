@@ -84,7 +84,7 @@ def test_rows_are_statistics_of_the_mean_diagonal():
     assert {row["module"] for row in report.rows} == {"Linear"}
 
 
-def test_the_ratio_has_the_mean_of_the_exact_one():
+def test_the_ratio_is_unbiased():
     """Draws of the Gauss-Newton diagonal, many enough for three digits, against its exact sum."""
     model, batches = mlp(), batches_of((8,), 4)
     drawn = hesscale.inspect(model, batches, cross_entropy, num_samples=20_000)
@@ -98,7 +98,7 @@ def test_the_ratio_has_the_mean_of_the_exact_one():
         assert row["ggn_ratio_error"] is None  # one batch
 
 
-def test_calibration_brings_each_tensor_to_the_drawn_sum():
+def test_calibration_scales_each_tensor_to_the_estimated_sum():
     model, batches = mlp(), batches_of((8, 8), 4)
     plain = mean_derivatives(model, batches, cross_entropy, num_samples=3)
     calibrated = mean_derivatives(model, batches, cross_entropy, num_samples=3, calibrate=True)
@@ -189,7 +189,7 @@ def test_it_fits_eighty_columns():
     assert "mean loss" in str(report)
 
 
-def test_batches_that_are_not_tuples_and_the_most_batches():
+def test_single_tensor_batches_and_max_batches():
     model, batches = mlp(), batches_of((4, 4, 4), 4)
     dictionaries = [{"x": x, "y": y} for x, y in batches]
     found = hesscale.inspect(

@@ -142,14 +142,14 @@ def test_channels_of_other_layers_need_a_dimension():
     assert layer.weight_mask.flatten(1).any(1).tolist() == [False, True, True]
 
 
-def test_channels_that_are_gone_count():
+def test_masked_channels_count_towards_sparsity():
     layers = [nn.Linear(2, 3), nn.Linear(2, 3)]
     prune.custom_from_mask(layers[0], "weight", torch.zeros(3, 2))
     prune_channels({(layer, "weight"): torch.rand(3, 2) for layer in layers}, 0.5)
     assert [int(layer.weight_mask[:, 0].sum()) for layer in layers if hasattr(layer, "weight_mask")] == [0, 3]
 
 
-def test_what_stays_in_any_case():
+def test_infinite_scores_and_the_best_channel_are_never_masked():
     layers = [nn.Linear(2, 3), nn.Linear(2, 3)]
     prune_channels({(layer, "weight"): torch.rand(3, 2) for layer in layers}, 1.0)
     assert [int(layer.weight_mask[:, 0].sum()) for layer in layers] == [1, 1]
@@ -192,7 +192,7 @@ def test_attention_is_left_out_and_trains_on():
             squares(model, *batch).backward()
 
 
-def test_a_masked_weight_says_nothing_about_its_channel():
+def test_masked_weights_do_not_count_for_channels():
     layer = nn.Linear(3, 2)
     prune.custom_from_mask(layer, "weight", torch.tensor([[0.0, 1.0, 1.0], [1.0, 1.0, 1.0]]))
     prune_channels({(layer, "weight"): torch.tensor([[torch.inf, 1.0, 1.0], [2.0, 2.0, 2.0]])}, 0.5)

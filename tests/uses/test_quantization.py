@@ -79,7 +79,7 @@ def test_steps_that_do_not_help_or_do_not_fit_are_not_taken():
         allocate(table, sizes, 1.5)
 
 
-def test_what_does_not_belong_together_is_refused():
+def test_mismatched_arguments_are_refused():
     with pytest.raises(ValueError, match=r"weight has shape \(2, 3\) .* there is one of shape \(1, 3\)"):
         costs({"weight": torch.ones(2, 3)}, {"weight": torch.ones(1, 3)})
     with pytest.raises(ValueError, match="there is none"):
