@@ -1,4 +1,4 @@
-"""Compiled steps where only a CUDA device can show them: captured in a CUDA graph, equal to eager mode."""
+"""Compiled steps on a CUDA device: captured in a CUDA graph, and equal to eager mode."""
 
 from __future__ import annotations
 

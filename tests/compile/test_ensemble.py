@@ -1,4 +1,4 @@
-"""Member k of an ensemble becomes what a single run of member k would."""
+"""Member k of an ensemble equals a single run of member k."""
 
 from __future__ import annotations
 
@@ -396,7 +396,7 @@ def test_buffers_that_models_replace():
 
 
 class Last(nn.Module):
-    """Keeps the batch itself, in the place of a buffer."""
+    """Stores the batch itself in a buffer."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""``grad_and_hess_diag``: the engine's numbers, alone and under vmap, functional_call and torch.compile."""
+"""``grad_and_hess_diag`` equals the engine, by itself and under vmap, functional_call and torch.compile."""
 
 from __future__ import annotations
 
@@ -340,7 +340,7 @@ class TestVmap:
         assert not torch.equal(low[2], high[2])
 
     def test_values_read_by_the_function_become_constants(self, monkeypatch):
-        """As for ``jax.jit``: an existing transform does not see that it has changed, a new one does."""
+        """As with ``jax.jit``, an existing transform does not notice that the value has changed, but a new one does."""
         w, x, settings = torch.randn(4, 2), torch.randn(3, 4), Settings()
 
         def loss_fn(w, x):
@@ -448,7 +448,7 @@ class TestDoubtfulHeads:
 
     @staticmethod
     def inputs(count):
-        """Tests differ in the number of samples, by which the engine remembers what it knows of a head."""
+        """Tests have different numbers of samples, since the engine caches the structure of a head by shape."""
         params = {"hidden": torch.randn(4, 5), "out": 0.1 * torch.randn(5, 2), "log_std": torch.zeros(2)}
         return params, torch.randn(count, 4), torch.rand(count, 2) + 0.1, torch.rand(count)
 
@@ -478,7 +478,7 @@ class TestDoubtfulHeads:
 
 
 def test_a_first_sample_without_curvature():
-    """What a record must know is found out on the first of those that are mapped."""
+    """The structure of the head is found from the first sample that is mapped."""
 
     def loss_fn(w, x, weight):
         p = (x @ w).softmax(-1)
@@ -493,7 +493,7 @@ def test_a_first_sample_without_curvature():
 
 
 def test_a_sample_with_another_structure_gets_nan():
-    """The first one shows which outputs share second derivatives; a record cannot look at the others."""
+    """The first sample shows which outputs have mixed second derivatives. A recorded graph cannot check the others."""
 
     def loss_fn(w, x, weight):
         z = x @ w
@@ -509,7 +509,7 @@ def test_a_sample_with_another_structure_gets_nan():
 
 
 class TestDifferentiation:
-    """There is no derivative of a Hessian diagonal; none is given, zero least of all."""
+    """A Hessian diagonal cannot be differentiated, so this raises an error in place of returning zero."""
 
     @pytest.mark.parametrize("outer", ["grad", "jacrev", "jacfwd", "hessian", "vjp", "jvp", "functionalize"])
     @pytest.mark.parametrize("place", ["inside", "around vmap", "inside vmap", "captured"])

@@ -1,4 +1,4 @@
-"""Compiled code is tried beside the graph that it was made from, and used only if it does the same."""
+"""Compiled code is compared with its graph, and used only if the results agree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A function as one flat graph of operators: what a trace holds, and what it refuses."""
+"""Traces of functions as flat graphs of operators: what they contain, and what they refuse."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A compiled step does what the eager step does: to the model, to the optimizer, and when something goes wrong."""
+"""A compiled step equals the eager step: for the model, for the optimizer, and in case of errors."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def test_a_loss_whose_head_is_exact_by_double_backward():
 
 @pytest.mark.parametrize("make", [torch.optim.Adam, pytest.param(hesscale.AdaHessian, marks=pytest.mark.slow)])
 def test_recurrent_layers_are_traced_by_their_operators(make):
-    """In float32 on a CPU they run in one piece, whose workspace no graph can hold."""
+    """In float32 on a CPU, they are one fused operator, whose workspace a graph cannot contain."""
     model = Recurrent(functools.partial(nn.LSTM, num_layers=2, dropout=0.3)).float()
     data = [(x.float(), y) for x, y in batches(4)]
     check_training(model, data, lambda p: make(p, lr=1e-2), rtol=1e-3, atol=1e-4)
@@ -245,7 +245,7 @@ def test_parametrizations():
 @has_compiler
 @pytest.mark.parametrize("make", [lambda p: ada(p, trust_radius=1e-3), torch.optim.Adam], ids=["ours", "torch's"])
 def test_compiled_steps(make):
-    """Batch norm, dropout, schedules and loading go on as in eager mode."""
+    """Batch norm, dropout, schedules and loading work as in eager mode."""
     model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Dropout(0.3), nn.Linear(5, 3))
     eager, other = two_of(model, make, backend="inductor")
     saved = {}
@@ -375,7 +375,7 @@ def test_a_group_is_added():
 
 
 class Remembering(nn.Module):
-    """What it saw last is an input."""
+    """The stored tensor is an input."""
 
     def __init__(self):
         super().__init__()
@@ -849,7 +849,7 @@ def test_a_custom_optimizer():
 
 
 class Keeping(nn.Module):
-    """Keeps something of its forward pass."""
+    """Stores a tensor of its forward pass."""
 
     def __init__(self, keep):
         super().__init__()
@@ -877,7 +877,7 @@ class Box:
     ids=["list in a dict", "dict", "object", "new list"],
 )
 def test_models_that_store_tensors(keep):
-    """What a model keeps is what it would keep in eager mode."""
+    """A model stores the same tensors as in eager mode."""
     model = Keeping(keep)
     model.log, model.box, model.kept = {"h": []}, Box(), []
     eager, other = two_of(model)

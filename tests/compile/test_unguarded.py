@@ -1,4 +1,4 @@
-"""Compiled steps against eager ones where TorchDynamo alone would be stale, and what steps leave behind."""
+"""Compiled steps against eager ones, for changes that TorchDynamo does not guard; and what steps leave behind."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def test_a_function_mode():
 
 
 def test_a_stance_that_turns_dynamo_off():
-    """Dynamo then runs the loss without a word, and nothing was trained."""
+    """Dynamo would then silently run the loss without training."""
 
     def run(backend):
         with contextlib.ExitStack() as stack:

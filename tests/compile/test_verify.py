@@ -1,4 +1,4 @@
-"""What counts as a difference between compiled code and its graph, and what is rounding."""
+"""Which differences between compiled code and its graph count, and which are rounding."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WRONG_STEPS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["with 16 bits", "float64"])
 @pytest.mark.parametrize("wrong", [*WRONG_STEPS, None])
 def test_errors_of_a_small_step_are_detected(wrong, dtype):
-    """Though it changes next to nothing of the weights."""
+    """Even if it hardly changes the weights."""
 
     def compiler(graph, tensors, options):
         def run(weight, gradient):

@@ -1,4 +1,4 @@
-"""What ``backward`` and ``grad`` promise around the numbers: gradients, accumulation, errors, and nothing left behind."""
+"""``backward`` and ``grad`` apart from the diagonals: gradients, accumulation, errors, and removal of hooks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ METHODS = ["hesscale", "hesscale_gn", "bl89"]
 
 @pytest.fixture
 def rules(monkeypatch):
-    """The table of rules, to be changed: what it was comes back."""
+    """The table of rules, which a test may change. It is restored afterwards."""
     for name, rule in RULES.items():
         monkeypatch.setitem(RULES, name, rule)
     before = set(RULES)
@@ -91,7 +91,7 @@ def forget(model) -> None:
 
 
 def diagonals_of(model, loss, **options) -> list[torch.Tensor]:
-    """The diagonals that a call of its own gives."""
+    """The diagonals from a separate call."""
     forget(model)
     hesscale.backward(loss, **options)
     found = diagonals(model)
@@ -110,7 +110,7 @@ def propagations_alive() -> int:
 
 @pytest.fixture
 def no_hook_left():
-    """A hook that stays behind keeps its propagation alive, in a cycle through C++ that the collector cannot see."""
+    """A hook that is not removed keeps its propagation alive, in a reference cycle through C++ that is never collected."""
     before = propagations_alive()
     yield
     assert propagations_alive() <= before
@@ -304,7 +304,7 @@ def test_no_two_diagonals_share_memory(make, size):
 
 
 class HalfSquare(torch.autograd.Function):
-    """y = x²/2, whose curvature may be the gradient itself, uncopied."""
+    """y = x²/2, whose rule may return the gradient itself."""
 
     @staticmethod
     def forward(ctx, x):
@@ -563,7 +563,7 @@ TRUNKS = {
 @pytest.mark.parametrize("name", TRUNKS)
 @pytest.mark.parametrize("plain", [False, True])
 def test_freed_layers_shared_by_two_losses(name, plain, no_hook_left):
-    """PyTorch would find out on its way, after it has filled the gradients of the second head."""
+    """PyTorch would notice it only during the pass, after it has filled the gradients of the second head."""
     make, shape = TRUNKS[name]
     torch.manual_seed(0)
     trunk, head = make(), nn.Linear(6, 2)
@@ -792,7 +792,7 @@ def test_brute_force_is_not_used_where_rules_exist(recwarn):
 
 
 def refuses(loss, name: str, leaves, fallback: str = "error") -> str:
-    """That this loss is refused with the node's name, before anything changes; what is said then."""
+    """Check that this loss is refused with the node's name, before anything changes. Returns the message."""
     with pytest.raises(hesscale.UnsupportedOperator, match=name) as caught:
         hesscale.backward(loss, fallback=fallback)
     assert all(leaf.grad is None and getattr(leaf, "hess_diag", None) is None for leaf in leaves)
@@ -936,7 +936,7 @@ def test_sparse_gradients_of_gather_are_refused(fallback):
 
 
 class FlashAttnFunc(Cube):
-    """A kernel of somebody else's by its name."""
+    """A kernel of another library, by its name."""
 
 
 class Varlen_attn(Cube):

@@ -1,4 +1,4 @@
-"""What is remembered of a Hessian's blocks, and how the outcome of a check on a GPU arrives; here with a GPU that is made up."""
+"""The cached block structure of a Hessian, and asynchronous checks on a GPU, which is simulated here."""
 
 from __future__ import annotations
 

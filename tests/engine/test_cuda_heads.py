@@ -11,7 +11,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 def test_new_mixed_derivatives_between_outputs_are_detected():
-    """Verified later than on a CPU, where looking costs nothing: the diagonals in between warn when they are found out."""
+    """On a GPU, the check is read by a later pass, which warns about the diagonals in between."""
     z = torch.randn(4, 3, dtype=torch.float64, device="cuda", requires_grad=True)
 
     def diagonal(weight):

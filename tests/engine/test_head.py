@@ -28,7 +28,7 @@ def notes(loss) -> list[str]:
 
 
 def output(samples: int = BATCH) -> torch.Tensor:
-    """What a last Linear makes."""
+    """The output of a last Linear layer."""
     torch.manual_seed(0)
     return nn.Linear(5, CLASSES, dtype=torch.float64)(torch.randn(samples, 5, dtype=torch.float64))
 
@@ -117,7 +117,7 @@ def test_a_tensor_that_also_feeds_the_body_gets_the_heads_part_exactly():
 
 
 def test_a_cross_term_between_head_and_body_is_not_the_heads():
-    """loss = z·h with z = W h: the head alone is linear in each, so it owes neither any curvature."""
+    """loss = z·h with z = W h: the head is linear in each of them, so it contributes no curvature."""
     hidden = output()
     z = nn.Linear(CLASSES, CLASSES, dtype=torch.float64)(hidden)
     loss = (z * hidden).sum()
@@ -167,7 +167,7 @@ def test_products_in_several_batches_and_without_vmap(monkeypatch):
 
 
 def test_a_tensor_inside_the_head_is_filled_if_all_below_it_is_known():
-    """Double backward gives the diagonal at z, so nothing below the expectation is asked of the rules, but it itself is."""
+    """Double backward gives the diagonal at z. The rules are needed only for the expectation itself."""
     z = output()
     expectation = (z.softmax(-1) * ACTION).sum(-1)
     loss = expectation.square().mean()
@@ -176,7 +176,7 @@ def test_a_tensor_inside_the_head_is_filled_if_all_below_it_is_known():
 
 
 def test_no_block_is_stored_if_all_products_are_zero():
-    """Zero advantage: no curvature shows, so nothing is learned about which entries interact."""
+    """With zero advantages, the curvature is zero, which says nothing about which entries interact."""
     z = output()
 
     def loss(scale):
@@ -223,7 +223,7 @@ def test_heads_that_differ_only_in_edges_are_distinguished():
 
 
 def test_heads_that_differ_only_in_rules_are_distinguished():
-    """One tensor at both inputs: one function serves every elementwise operator then, whether it is curved or not."""
+    """The same tensor at both inputs: the same function is then used for all elementwise operators, curved or not."""
     z = torch.rand(4, 3, dtype=torch.float64, requires_grad=True)
     c = z.cumsum(1).cumsum(1)
     hesscale.grad((c + c).sum(), z)
@@ -305,7 +305,7 @@ def entropy_at(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("samples", [37, 601])
 def test_no_block_is_stored_if_products_are_not_finite(samples):
-    """Neither that all entries interact, nor that the diagonal is therefore out of reach: one sample has three entries."""
+    """Neither that all entries interact, nor that the exact diagonal takes too many products: a sample has three entries."""
     weight = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
     x = torch.randn(samples, 5, dtype=torch.float64)
     logits = (x * torch.nan) @ weight

@@ -387,7 +387,7 @@ def test_curvature_dtype_has_no_effect_on_sampled_optimizers(optimizer):
 
 
 def test_hooked_loops_take_the_optimizers_choice():
-    """``hesscale.capture`` serves loops that call ``loss.backward()`` themselves."""
+    """``hesscale.capture`` is for loops that call ``loss.backward()`` themselves."""
     torch.manual_seed(0)
     model, (x, y) = MODELS["perceptron"][0](), batch()
     opt = AdaHesScale(model.parameters(), curvature_dtype=LOW)

@@ -1,4 +1,4 @@
-"""What is decided once for all graphs of one structure must hold for each of them, and keep none of them alive."""
+"""A schedule is shared by all graphs of one structure. It must be correct for each of them, and keep none of them alive."""
 
 from __future__ import annotations
 

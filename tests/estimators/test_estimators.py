@@ -306,7 +306,7 @@ def test_chunks_do_not_matter(method, at_once, monkeypatch):
 
 
 class Unbatched(torch.autograd.Function):
-    """x² with a backward that vmap refuses: it looks at a number."""
+    """x² with a backward that vmap does not support, since it reads a value."""
 
     @staticmethod
     def forward(ctx, x):

@@ -1,4 +1,4 @@
-"""Many environments at once give what gymnasium gives for each, to the last bit."""
+"""Batched environments equal gymnasium's, bit for bit."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_robots_equal_gymnasium_in_rare_states(name, options, monkeypatch):
 
 @pytest.mark.parametrize("count", [16, 40])
 def test_batched_sums_equal_single_sums(count):
-    """Eight and seventeen actions and the forces are enough to be added up in another order."""
+    """Eight or seventeen actions, and the forces, are enough for NumPy to sum them in another order."""
     for name in ("Ant", "Humanoid"):
         compare(environments(make(name, count)), Environments(make(name, count)), 4)
 

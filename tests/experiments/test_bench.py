@@ -1,4 +1,4 @@
-"""The benchmark of step costs measures what it says, makes its tables from its records, and keeps failures in their rows."""
+"""The benchmark of step costs: measurements, tables from records, and failures as rows."""
 
 from __future__ import annotations
 

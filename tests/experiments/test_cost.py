@@ -1,4 +1,4 @@
-"""The experiment on costs measures updates of every method, goes on where it was, and shows what was measured."""
+"""The experiment ``cost`` measures updates of every method, resumes, and reports the results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data sets: what is read is what was written, anything else is refused by name, downloads go on and are verified."""
+"""Data sets: files are read correctly, damaged files are named, and downloads resume and are verified."""
 
 from __future__ import annotations
 
@@ -438,7 +438,7 @@ def test_a_file_that_cannot_be_downloaded_is_named(server, tmp_path):
 
 
 def offer(server: Server, monkeypatch, name: str, files: dict[str, bytes]) -> None:
-    """Let the server have the files of a set, in place of those who do."""
+    """Let the local server provide the files of a data set, in place of the official one."""
     server.files |= files
     remotes = []
     for remote in SOURCES[name].remotes:

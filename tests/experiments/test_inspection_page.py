@@ -1,4 +1,4 @@
-"""``hesscale inspect`` writes a page and the numbers on it, before and after training."""
+"""``hesscale inspect`` writes a page and its numbers, before and after training."""
 
 from __future__ import annotations
 

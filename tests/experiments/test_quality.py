@@ -30,7 +30,7 @@ def generators(purpose=0):
 
 @pytest.fixture
 def at():
-    """Networks with weights large enough to bend."""
+    """Networks with weights that are large enough for curvature."""
     layers = [(2 * weight, 2 * bias) for weight, bias in methods.initial(SIZES, generators())]
     inputs = torch.randn(NETWORKS, 1, SIZES[0], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return methods.propagate(layers, inputs, torch.tensor([2, 0, 1]))
@@ -196,7 +196,7 @@ def test_quirks_of_adahessian(at, monkeypatch):
 
 
 def test_quirks_of_bl89(at):
-    """Zero in the last layer; below, only what activations bend."""
+    """Zero in the last layer; below, only the curvature of activations."""
     found = methods.bl89(at, "authors")
     assert (found[-1] == 0).all()
     torch.testing.assert_close(found[-2], at.bend[-1])
@@ -236,7 +236,7 @@ def test_begins_as_linear_does():
 
 
 class Recorder:
-    """A run that keeps what it is told, and breaks off after so many steps."""
+    """A run that stores its checkpoints, and stops after a number of steps."""
 
     def __init__(self, state=None, breaks_after=math.inf):
         self.state, self.breaks_after, self.saved, self.logged = state, breaks_after, None, {}
@@ -330,7 +330,7 @@ def state_of(random):
 
 
 def test_authors_bl89_belongs_to_another_network():
-    """One with weights of its own that learns the same examples."""
+    """A network with other weights that is trained on the same examples."""
     task = dataclasses.replace(SMALL, quirks="authors")
     ours, theirs = (quality.run(given, Recorder(), None)["errors"] for given in (SMALL, task))
     changed = [i for i, name in enumerate(methods.METHODS) if not torch.equal(ours[:, :, i], theirs[:, :, i])]

@@ -1,4 +1,4 @@
-"""Reports: figures as files and on a page, tables, a summary, and what is said of runs that are not there."""
+"""Reports: figures as files and on a page, tables, a summary, and missing runs."""
 
 from __future__ import annotations
 
@@ -369,7 +369,7 @@ class TestFindings:
 
 
 class TestAxes:
-    """What a run that diverged does to the axis: nothing, and it is said."""
+    """A run that diverged does not change the limits of the axis, and a note says so."""
 
     steps = np.arange(1, 21)
 
@@ -402,7 +402,7 @@ class TestAxes:
         assert found.notes == [f"Cut off {side} the axis: the band of BL89." for side in ("above", "below")]
 
     def test_kept_values_are_not_cut_off(self):
-        """Adam, which at large step sizes has the score of an untrained agent, stays in sight, and a run far below does not."""
+        """Adam, which has the score of an untrained agent at large step sizes, is shown, and a run far below is cut off."""
         series = [Series("Scaled Adam", [1, 2, 3], [0.9, 0.95, 0.95]), Series("Adam", [1, 2, 3], [0.9, 0.0, -0.1])]
         plot = Plot("p", "", series, worse="down", kept=(0, 1))
         assert lay_out(plot).low is None

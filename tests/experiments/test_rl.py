@@ -1,4 +1,4 @@
-"""A2C and PPO: advantages, losses and normalizers by slow references; agents that learn, resume, and say what is wrong."""
+"""A2C and PPO: advantages, losses and normalization against slow references; training, resuming, and errors."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_rewards_are_divided_by_the_deviation_of_discounted_returns():
 
 
 def test_rewards_can_be_normalized_as_in_gymnasium():
-    """Which goes on with a discounted return where an episode was truncated."""
+    """It does not reset the discounted return when an episode is truncated."""
     rewards = VectorEnv(TOY, [0], gamma=0.9, reset_returns=False).collect(STILL, 27).rewards[0]
     other = gymnasium.wrappers.NormalizeReward(gymnasium.make(TOY), gamma=0.9)
     other.reset(seed=0)

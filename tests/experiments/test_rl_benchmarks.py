@@ -1,4 +1,4 @@
-"""The benchmarks of environments and of agents measure what they say, and keep what is missing in their tables."""
+"""The benchmarks of environments and of agents: measurements, and missing packages in their tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Learned policies are played as they were trained, from runs that ended or did not, with tables and videos of what they do."""
+"""Evaluation of trained policies, from finished and unfinished runs, with tables and videos."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TOY = "hesscale-test/Drift-v0"
 
 
 class Drift(gymnasium.Env):
-    """A point that actions push about on a plane; an episode ends when it is far away. Drawn as a grey that grows lighter."""
+    """A point on a plane that actions move. An episode ends when it is far away. Frames are grey and become lighter."""
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 120}  # noqa: RUF012
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (2, 1), np.float64)

@@ -1,4 +1,4 @@
-"""Environments are saved in the middle of an episode as plain data, and go on elsewhere to the last bit, or say why not."""
+"""Environments are saved in the middle of an episode as plain data, and continue bit for bit, or an error says why not."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class Own(gymnasium.Env):
 
 
 def moved(before, after):
-    """An environment with the attributes of ``before`` that was brought to where one with those of ``after`` is."""
+    """An environment with the attributes of ``before``, after restoring the state of one with those of ``after``."""
     fresh = Own(**before)
     restore(fresh, through_a_file(snapshot(Own(**after))))
     return fresh

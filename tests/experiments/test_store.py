@@ -1,4 +1,4 @@
-"""The store of runs: killed at any moment, copied, torn, full, shared. Numbers are those of a run left alone, or an error."""
+"""The store of runs that are killed, copied, truncated or shared: results equal an undisturbed run, or an error is raised."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ OURS = str(Path(run_module.__file__).parent)
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch, quick_store):
-    """Everything is written at once."""
+    """All metrics are written immediately."""
     monkeypatch.setattr(run_module, "machine", lambda: {"cpu": "a cpu"})
     monkeypatch.setattr(run_module, "FLUSH_SECONDS", -1.0)
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """The numbers of runs that nothing happened to."""
+    """The results of undisturbed runs."""
     store = Store(tmp_path_factory.mktemp("alone"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(toy_experiment, "SLOW_SECONDS", 0.0)
@@ -184,7 +184,7 @@ def test_killed_again_and_again(tmp_path, alone):
 
 
 def test_copied_at_any_moment(tmp_path, alone, monkeypatch):
-    """A copy goes on to the same numbers, or is known to be torn."""
+    """A copy resumes to the same results, or is found to be damaged."""
     choose, good = random.Random(0), 0
     process = FORK.Process(target=EXPERIMENT.do, args=(Store(tmp_path / "original"), SLOW, None))
     process.start()

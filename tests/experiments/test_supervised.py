@@ -36,7 +36,7 @@ def toy(classes, activation, padding):
 
 
 def dense(classes, activation, padding):
-    """What is mapped where several train together."""
+    """Layers under vmap, if several networks train together."""
     return problems.initialized(nn.Sequential(nn.Flatten(), nn.Linear(48, 5), activation(), nn.Linear(5, classes)), 0.1)
 
 

@@ -28,7 +28,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def alone(tmp_path: Path, tasks: list[dict]) -> list:
-    """The numbers of tasks done one after another, with nothing in between."""
+    """The results of tasks that are done one after another without interruption."""
     store = Store(tmp_path / "alone")
     for task in tasks:
         EXPERIMENT.do(store, task, None)

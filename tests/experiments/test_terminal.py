@@ -1,4 +1,4 @@
-"""What fits into a terminal: tables, lists of runs, help texts, progress, and how long it will take."""
+"""Output in a terminal: tables, lists of runs, help texts, progress, and estimates of time."""
 
 from __future__ import annotations
 

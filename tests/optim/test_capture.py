@@ -24,7 +24,7 @@ def _undone():
 
 
 def plain_loop(model, optimizer, count=10, backward=lambda loss: loss.backward()):
-    """A loop that knows nothing of curvature."""
+    """A training loop without code for curvature."""
     for x, y in batches(count):
         optimizer.zero_grad()
         backward(F.cross_entropy(model(x), y))
@@ -124,7 +124,7 @@ def test_other_threads_are_not_captured():
 
 
 def test_blocks_of_two_threads_that_overlap():
-    """Each thread's loop is served, whichever block closes first."""
+    """Each thread's loop computes curvature, whichever block closes first."""
     models = [make_model() for _ in range(2)]
     inside, errors = threading.Barrier(2), []
 

@@ -1,4 +1,4 @@
-"""State dicts, copies and pickles: training goes on as if nothing had happened."""
+"""State dicts, copies and pickles: training continues as if uninterrupted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Other people's training loops, unedited: each test runs where its library is installed."""
+"""Unmodified training loops of other libraries. Each test runs if its library is installed."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def rewards_normalized(env):
 
 
 def parts_of(agent):
-    """Its networks that have an optimizer one can choose."""
+    """The networks whose optimizer can be chosen."""
     return [agent.actor, agent.critic] if hasattr(agent, "actor") else [agent.policy]
 
 

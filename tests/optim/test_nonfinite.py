@@ -81,7 +81,7 @@ def test_a_square_that_overflows_counts_as_not_finite():
 
 
 def test_the_step_after_a_skipped_first_step_equals_a_first_step():
-    """Curvature stays due until it has arrived, so that no later step divides by nothing."""
+    """Curvature stays due until a step has used it, so that no later step divides by zero."""
     model = make_model()
     opt = AdaHesScale(model.parameters(), curvature_every=3, on_nonfinite="skip")
     opt.backward(model(torch.full((1, 4), math.nan, dtype=torch.float64)).square().sum())

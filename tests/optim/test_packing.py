@@ -71,7 +71,7 @@ def test_groups_are_packed_separately():
 
 
 def test_a_parameter_without_a_gradient_lags_behind():
-    """Its counters differ from then on, so that one number cannot serve all."""
+    """Its counters differ from then on, so that one counter is not enough for the group."""
     models = [network(), network()]
     for model, foreach in zip(models, (None, False), strict=True):
         optimizer = AdaHesScale(model.parameters(), lr=0.01, foreach=foreach)

@@ -1,4 +1,4 @@
-"""Algorithm 3: η, one region or one per group, and the share of steps that it shortens."""
+"""Algorithm 3: η, one trust region or one per group, and the fraction of steps that it shortens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Algorithm 2 and Adam against the paper's paper, pseudocode, line by line in float64."""
+"""Algorithm 2 and Adam against the paper's pseudocode, line by line in float64."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_foreach_changes_nothing(optimizer, foreach):
 
 @pytest.mark.parametrize("case", [(0, 1.0, 0.0), (1e-16, 1e4, 0.0), (1e-8, 1e12, 0.0)])
 def test_zero_curvature_does_not_affect_other_weights(case):
-    """U is infinite where nothing is known, and 0·∞ must not reach η."""
+    """U is infinite where V is zero, and 0·∞ must not affect η."""
     eps, gradient, curvature = case
     w = weight(size=2, dtype=torch.float32)
     opt = AdaHesScale.paper([w], lr=1, eps=eps, trust_radius=1e-3)

@@ -1,4 +1,4 @@
-"""Custom functions without a rule of their own: served where probes show that they are elementwise, refused otherwise."""
+"""Custom functions without ``hess_diag``: they work if probes show that they are elementwise, and are refused otherwise."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def test_a_broken_rule_is_caught(family, broken, monkeypatch):
 
 
 def break_rule(rule, broken: str):
-    """The rule as if g, or s, were a thousandth larger than it is."""
+    """The rule with g or s larger by a thousandth."""
 
     def off(value, wrong: bool):
         if isinstance(value, tuple):

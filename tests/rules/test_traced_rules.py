@@ -71,7 +71,7 @@ class LooksAtValues(AssertionError):
 
 
 class NoLooks(TorchDispatchMode):
-    """Refuses operators whose result, or its shape, Python learns from values: a trace has none."""
+    """Refuses operators that return values, or shapes that depend on values, to Python. A trace has no values."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         by_numbers = func is torch.ops.aten.index.Tensor and all(i is None or i.dtype == torch.long for i in args[1])
@@ -81,7 +81,7 @@ class NoLooks(TorchDispatchMode):
 
 
 def check_looks(name: str, method: str) -> None:
-    """Run the rules of a case in eager mode, as if while tracing, where no operator may look at values."""
+    """Run the rules of a case in eager mode as if they were traced, so that no operator may read values."""
     inputs, outputs, draws = build(name)
     loss = sum(Separable.apply(y, g, s) for y, (g, s) in zip(outputs, draws, strict=True))
     with tracing.while_tracing(), NoLooks():

@@ -1,4 +1,4 @@
-"""Importances are what they are called, and the penalty is the quadratic that they define."""
+"""Importances equal the diagonals that they are named after, and the penalty is their quadratic form."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def test_dead_units_are_found():
 
 
 def test_a_ratio_far_from_one_is_remarked():
-    """Behind a mean over 64 pixels, HesScaleGN leaves out what the pixels have together."""
+    """Before a mean over 64 pixels, HesScaleGN leaves out the mixed derivatives between pixels."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
     batches = [(x + 3, y) for x, y in batches_of((16, 16), 1, 8, 8, dtype=torch.float32)]

@@ -1,4 +1,4 @@
-"""Saliencies are true where the loss is quadratic and separable, and the masks are those of torch.nn.utils.prune."""
+"""Saliencies are exact for quadratic separable losses, and the masks are those of torch.nn.utils.prune."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bits by sensitivity: costs are true where the loss is quadratic, and the budget holds."""
+"""Mixed-precision quantization: costs are exact for quadratic losses, and the budget is respected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random numbers set apart from a graph are those that it would have drawn."""
+"""Random numbers that are drawn outside of a graph are those that the graph would have drawn."""
 
 from __future__ import annotations
 

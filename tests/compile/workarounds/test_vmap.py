@@ -1,4 +1,4 @@
-"""Random numbers under vmap: other ones for each of those that are mapped over, from the same distributions."""
+"""Random numbers under vmap: different for each member, from the same distributions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DRAWS = {
 
 
 def mapped(draw):
-    """What two members get that share everything they draw by."""
+    """The draws of two members with equal arguments."""
     own = torch.zeros(2)
     graph = functional(trace(lambda own: draw() + own.sum(), [own]), [own])
     return torch.func.vmap(graph, randomness="different")(own.expand(2, 2))
@@ -70,14 +70,14 @@ def test_pytorch_bug_slice_scatter_overflows():
 
 
 def test_pytorch_bug_index_fill_uses_the_last_value():
-    """Where only the value is mapped, all are filled with the last of many values."""
+    """If only the value is mapped, all members get the last value."""
     x, index, values = torch.zeros(3), torch.tensor([0, 2]), torch.tensor([1.0, 2.0])
     found = torch.func.vmap(lambda value: aten.index_fill.int_Tensor(x, 0, index, value))(values)
     assert found.tolist() == [[2, 0, 2], [2, 0, 2]]  # the first should be [1, 0, 1]
 
 
 def test_pytorch_bug_cdist_backward_is_wrong():
-    """Where only the gradient is mapped, the result is right for the first of those that are mapped alone."""
+    """If only the gradient is mapped, the result is correct only for the first member."""
     torch.manual_seed(0)
     x, y, g = torch.randn(3, 2), torch.randn(4, 2), torch.randn(2, 3, 4)
 
