@@ -781,19 +781,26 @@ def test_a_killed_run_ends_with_the_same_numbers(tmp_path):
     torch.testing.assert_close(ends[1]["found"], ends[0]["found"], rtol=0, atol=0)
 
 
-def torchrun(script, *arguments, options=()):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *options, str(script)]
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, env=ENVIRONMENT, timeout=240)
+def torchrun(script, *arguments, world_size=2, options=()):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world_size), *options]
+    done = subprocess.run([*command, str(script), *arguments], capture_output=True, text=True, env=ENVIRONMENT, timeout=240)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LOOPS)
-def test_other_peoples_loops_keep_the_processes_equal(name):
+def test_other_peoples_loops_train_like_one_process(name, tmp_path):
     for library in LOOPS[name]:
         pytest.importorskip(library)
-    assert f"{name}: 2 processes" in torchrun(Path(__file__).parent / "ddp_loops.py", name)
+    script, folder = Path(__file__).parent / "ddp_loops.py", str(tmp_path)
+    subprocess.run([sys.executable, str(script), name, folder], check=True, capture_output=True, env=ENVIRONMENT, timeout=240)
+    expected = torch.load(tmp_path / "1_0")
+    assert len(expected["diagonals"]) == STEPS
+    assert all(weight.dtype == torch.float64 for weight in expected["weights"])
+    torchrun(script, name, folder)
+    for rank in (0, 1):
+        torch.testing.assert_close(torch.load(tmp_path / f"2_{rank}"), expected, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.slow
