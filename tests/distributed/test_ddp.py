@@ -254,6 +254,19 @@ def in_a_group_of_its_own(rank):
     return [(p.grad, p.hess_diag) for p in model.parameters()]
 
 
+def among_other_groups(rank):
+    """The first process has one group more than the second, so PyTorch would give a new group another name in each."""
+    model = build(perceptron, None)
+    if rank is not None:
+        pair, first = dist.new_group([0, 1]), dist.new_group([0])
+        model = DistributedDataParallel(model, process_group=pair)
+    for step in range(3):
+        hesscale.backward(loss_of(model, *part(batch((4,), step), rank)))
+    if rank == 0:
+        dist.destroy_process_group(first)
+    return [(p.grad, p.hess_diag) for p in model.parameters()]
+
+
 def wrapped_again(rank):
     """A model is wrapped again. Only one process still has the first DDP module, which is garbage in the other."""
     model = build(perceptron, None)
@@ -568,6 +581,7 @@ EQUAL = {
     "small buckets, views of them": (trained, ("convolutional",), {"ddp": {**TINY, "gradient_as_bucket_view": True}}),
     "in another order": (in_another_order, (), {}),
     "in a group of its own": (in_a_group_of_its_own, (), {}),
+    "among other groups": (among_other_groups, (), {}),
     "wrapped again": (wrapped_again, (), {}),
     "a shared trunk, in turn": (shared_trunk, (1,), {}),
     "a shared trunk, in two passes": (shared_trunk, (2,), {}),
