@@ -143,15 +143,13 @@ class Replica:
         self.before = [(p.grad is None, *state(p)) for p in self.params]
         self.gradients = [(p.grad, version(p.grad)) for p in self.params]
         self.collectives = count_collectives(self.group)
-        self.order: list[Any] | None = None  # in which the pass fills diagonals, if there is no plan yet
+        self.order: list[Any] = []  # in which the pass fills diagonals, if there is no plan yet
         self.planned: PlannedPass | None = None
 
     def begin(self, dtype: torch.dtype | None) -> bool:
         """Prepare for calls of :meth:`filled` and :meth:`advance` during the pass. False if they are not needed."""
         plan = plan_of(self.module)
-        if plan is None:
-            self.order = []
-        else:
+        if plan is not None:
             self.planned = PlannedPass(plan, self.has_communicated, dtype)
         return self.collectives is not None
 
@@ -159,7 +157,7 @@ class Replica:
         """The pass has filled this parameter's diagonal."""
         if self.planned is not None:
             self.planned.filled(p)
-        elif self.order is not None:
+        else:
             self.order.append(p)
 
     def advance(self) -> None:
@@ -187,8 +185,9 @@ class Replica:
             if sent and diagonal is None:
                 p.hess_diag = torch.zeros_like(p, requires_grad=False)
         found = [p for p, sent in zip(self.params, is_sent, strict=True) if sent]
-        if self.order is not None and (plan := make_plan(self.module, self.params, self.order)) is not None:
-            self.planned = PlannedPass(plan, self.has_communicated, dtype)
+        if self.planned is None:  # also if this pass was not told of its progress: another process's may have been
+            plan = plan_of(self.module) or make_plan(self.module, self.params, self.order)
+            self.planned = None if plan is None else PlannedPass(plan, self.has_communicated, dtype)
         if self.planned is not None:
             self.planned.finish(found)
         else:

@@ -267,6 +267,19 @@ def among_other_groups(rank):
     return [(p.grad, p.hess_diag) for p in model.parameters()]
 
 
+def another_leaf(rank):
+    """One process alone asks for the gradient of its input, so its optimizer has only some of the leaves."""
+    model = build(perceptron, rank)
+    optimizer = hesscale.AdaHesScale(model.parameters(), lr=0.01)
+    for step in range(STEPS):
+        x, y = part(batch((4,), step), rank)
+        x.requires_grad_(rank == 0)
+        optimizer.backward(loss_of(model, x, y))
+        optimizer.step()
+        optimizer.zero_grad()
+    return recorded(model, optimizer)
+
+
 def wrapped_again(rank):
     """A model is wrapped again. Only one process still has the first DDP module, which is garbage in the other."""
     model = build(perceptron, None)
@@ -582,6 +595,7 @@ EQUAL = {
     "in another order": (in_another_order, (), {}),
     "in a group of its own": (in_a_group_of_its_own, (), {}),
     "among other groups": (among_other_groups, (), {}),
+    "another leaf": (another_leaf, (), {}),
     "wrapped again": (wrapped_again, (), {}),
     "a shared trunk, in turn": (shared_trunk, (1,), {}),
     "a shared trunk, in two passes": (shared_trunk, (2,), {}),
