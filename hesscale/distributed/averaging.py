@@ -142,7 +142,7 @@ class Replica:
         self.params: list[Any] = [p for p in module._module_parameters if p.requires_grad]
         self.before = [(p.grad is None, *state(p)) for p in self.params]
         self.gradients = [(p.grad, version(p.grad)) for p in self.params]
-        self.collectives = count_collectives(self.group)
+        self.collectives = self.count_collectives()
         self.order: list[Any] = []  # in which the pass fills diagonals, if there is no plan yet
         self.planned: PlannedPass | None = None
 
@@ -169,7 +169,13 @@ class Replica:
         """Whether DDP has averaged gradients in this pass. It does not inside no_sync, or if the pass bypasses the DDP module."""
         if not self.module.require_backward_grad_sync and not self.module.require_forward_param_sync:
             return False  # it has not, even if another module of the same process group has
-        return self.collectives is None or count_collectives(self.group) != self.collectives
+        return self.collectives is None or self.count_collectives() != self.collectives
+
+    def count_collectives(self) -> int | None:
+        """How many collectives the groups have run that DDP may send gradients in: a communication hook may use any group."""
+        groups = distributed.distributed_c10d._world.pg_map if self.module._comm_hooks else [self.group]
+        counts = [count_collectives(group) for group in groups]
+        return None if None in counts else sum([count or 0 for count in counts])
 
     def average(self, dtype: torch.dtype | None) -> None:
         own = [self.own_diagonal(p, before) for p, before in zip(self.params, self.before, strict=True)]

@@ -280,6 +280,19 @@ def another_leaf(rank):
     return recorded(model, optimizer)
 
 
+def hooked(rank):
+    """A communication hook sends gradients in a group of its own."""
+    model = build(perceptron, rank)
+    if rank is not None:
+        model.register_comm_hook(dist.new_group([0, 1]), allreduce_hook)
+    optimizer = hesscale.AdaHesScale(model.parameters(), lr=0.01)
+    for step in range(STEPS):
+        optimizer.backward(loss_of(model, *part(batch((4,), step), rank)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return recorded(model, optimizer)
+
+
 def wrapped_again(rank):
     """A model is wrapped again. Only one process still has the first DDP module, which is garbage in the other."""
     model = build(perceptron, None)
@@ -596,6 +609,7 @@ EQUAL = {
     "in a group of its own": (in_a_group_of_its_own, (), {}),
     "among other groups": (among_other_groups, (), {}),
     "another leaf": (another_leaf, (), {}),
+    "a hook": (hooked, (), {}),
     "wrapped again": (wrapped_again, (), {}),
     "a shared trunk, in turn": (shared_trunk, (1,), {}),
     "a shared trunk, in two passes": (shared_trunk, (2,), {}),
