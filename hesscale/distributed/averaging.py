@@ -126,11 +126,13 @@ def check_supported(module: Any) -> None:
         "mixed_precision=": getattr(module, "mixed_precision", None) is not None,
         "the Python reducer of compiled autograd": getattr(module, "_use_python_reducer", False),
         "delay_all_reduce_named_params=": bool(getattr(module, "_delay_all_reduce_params", None)),
+        "device_mesh=, over tensor parallelism": any(hasattr(p, "_st_info") for p in module._module_parameters),
     }
     if used := [name for name, is_used in found.items() if is_used]:
         raise UnsupportedOperator(
             f"DistributedDataParallel with {used[0]} is not supported with Hessian diagonals. Leave it out. For mixed precision, "
-            "use autocast; for uneven inputs, use a sampler that gives every process the same number of batches"
+            "use autocast; for uneven inputs, use a sampler that gives every process the same number of batches; over tensor "
+            "parallelism, use fully_shard"
         )
 
 

@@ -18,6 +18,8 @@ from processes import run
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import hesscale
@@ -571,6 +573,10 @@ def refusals(rank):
         found["join"] = refused(model, lambda: hesscale.backward(loss_of(model, x, y)))
     optimizer = hesscale.AdaHesScale(model.parameters())
     found["compile_step"] = refused(model, lambda: hesscale.compile_step(model, loss_of, optimizer))
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("batches", "tensor"))
+    inner = parallelize_module(build(perceptron, None), mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    parallel = DistributedDataParallel(inner, device_mesh=mesh["batches"])
+    found["tensor parallelism"] = refused(parallel, lambda: hesscale.backward(loss_of(parallel, x, y)))
     dist.barrier()
     return found
 
