@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import os
 import subprocess
@@ -305,6 +306,13 @@ def wrapped_again(rank):
             gc.collect()
     for step in range(3):
         hesscale.backward(loss_of(model, *part(batch((4,), step), rank)))
+    return [(p.grad, p.hess_diag) for p in model.parameters()]
+
+
+def copied(rank):
+    """A DDP module that is a copy: its constructor has not run."""
+    model = copy.deepcopy(build(perceptron, rank))
+    hesscale.backward(loss_of(model, *part(batch((4,), 0), rank)))
     return [(p.grad, p.hess_diag) for p in model.parameters()]
 
 
@@ -617,6 +625,7 @@ EQUAL = {
     "another leaf": (another_leaf, (), {}),
     "a hook": (hooked, (), {}),
     "wrapped again": (wrapped_again, (), {}),
+    "copied": (copied, (), {}),
     "a shared trunk, in turn": (shared_trunk, (1,), {}),
     "a shared trunk, in two passes": (shared_trunk, (2,), {}),
     "cleared": (cleared, (), {}),
