@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import CurvatureWarning, UnsupportedOperator
 from .buckets import all_reduce_mean
+from .draws import seeds_sent
 from .overlap import PlannedPass, make_plan, plan_of
 from .replicas import taking_part
 from .sharding import is_gathered
@@ -261,8 +262,8 @@ def version(tensor: Tensor | None) -> int:
 
 
 def count_collectives(group: Any) -> int | None:
-    """How many collectives a process group has run; None if its backend does not count them."""
+    """How many collectives a process group has run, besides those that send seeds; None if its backend does not count them."""
     try:
-        return int(group._get_sequence_number_for_group())
+        return int(group._get_sequence_number_for_group()) - seeds_sent.get(group, 0)
     except RuntimeError:
         return None

@@ -441,6 +441,13 @@ def around(rank):
     return None
 
 
+def drawn_around(rank):
+    """A first pass around the DDP module with random estimates, for which a seed is broadcast: no diagonals are sent."""
+    model = build(perceptron, rank)
+    hesscale.AdaHessian(model.parameters()).backward(loss_of(model.module, *part(batch((4,), 0), rank)))
+    return [p.hess_diag for p in model.parameters()]
+
+
 def without_sequence_numbers(rank):
     """A backend that does not count its collectives: DDP's own settings tell whether it has averaged."""
     with pytest.MonkeyPatch.context() as patch:
@@ -657,6 +664,7 @@ OTHERS = {
     "signs": (signs, (), {}),
     "AdaHessian": (drawn, (hesscale.AdaHessian,), {}),
     "GGN-MC": (drawn, (hesscale.GGNMC,), {}),
+    "drawn around the module": (drawn_around, (), {}),
     "by hand": (averaged_by_hand, (), {}),
     "refusals": (refusals, (), {}),
     "divided": (divided, (), {}),
@@ -735,6 +743,11 @@ def test_signs_are_shared_and_samples_are_not(ranks):
         assert any(not torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
     first, second = (ranks[0]["signs"]["AdaHessian", step] for step in range(2))
     assert any(not torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_a_seed_is_not_taken_for_gradients(ranks):
+    found, others = (rank["drawn around the module"] for rank in ranks)
+    assert not any(torch.equal(a, b) for a, b in zip(found, others, strict=True))
 
 
 @pytest.mark.parametrize(("name", "estimator"), [("AdaHessian", "exact"), ("GGN-MC", "ggn")])
