@@ -50,7 +50,7 @@ class Batch:
 
     def sizes(self) -> list[int]:
         """How many entries each parameter has, at least 1."""
-        return [max(1, count) for count in self.numels or [p.numel() for p in self.params]]
+        return [count or 1 for count in self.numels or [p.numel() for p in self.params]]
 
     def replace_by_shards(self) -> None:
         """Replace DTensors by this process's parts of them, which share their memory."""

@@ -26,39 +26,38 @@ LONG_ENTRY = 100  # times the step size; a longer entry in one of the first WATC
 WATCHED_STEPS = 10
 LARGEST = 1e30  # in place of an infinite b of ``graft``, since ∞ times a length of 0 would not be a number
 
+Lengths = tuple[list[Any], list[Any]]  # of M ⊘ D, and what they are multiplied by for M ⊘ (√V̂ + ε)
+
 
 def needs_adam(group: dict[str, Any]) -> bool:
     """Whether the length of Adam's update is needed, which takes an average of squared gradients."""
     return group["graft"] is not None
 
 
-def damped(batch: Batch, roots: list[Tensor], terms: list[Any]) -> list[Any]:
-    """What to add to each parameter's √V: the given term, and δ mean(√V)."""
-    damping = batch.group["damping"]
-    return each(lambda mean, term: damping * mean + term, means(batch, roots), terms)
+def damped(batch: Batch, denominators: list[Tensor], roots: list[Any]) -> list[Any]:
+    """What to add to each parameter's √V: δ mean(√V) + ε√(1 − β₂ᵗ), whose last factor is in ``roots``."""
+    damping, eps = batch.group["damping"], batch.group["eps"]
+    return each(lambda mean, root: damping * mean + eps * root + (root == 0), means(batch, denominators), roots)
 
 
 def clip_entries(batch: Batch, denominators: list[Tensor], ratios: list[Any]) -> None:
     """D ← max(D, |M̂|/γ). Without the step size, the update is ratio · M ⊘ D."""
     limit = batch.group["update_clip"]
-    if limit is not None:
-        least = list(torch._foreach_abs(batch.momenta))
-        torch._foreach_mul_(least, materialize(each(lambda ratio: ratio / limit, ratios)))
-        torch._foreach_maximum_(denominators, least)
+    least = list(torch._foreach_abs(batch.momenta))
+    torch._foreach_mul_(least, materialize(each(lambda ratio: ratio / limit, ratios)))
+    torch._foreach_maximum_(denominators, least)
 
 
-def match_adam(batch: Batch, factors: list[Any], lengths: list[Any], targets: list[Any]) -> list[Any]:
-    """Bring the length of each parameter's update between two multiples of the length of Adam's update.
-
-    Both lengths are without the factors of the update.
-    """
+def match_adam(batch: Batch, factors: list[Any], own: Lengths, adam: Lengths) -> list[Any]:
+    """Bring the length of each parameter's update between two multiples of the length of Adam's update."""
     low, high = batch.group["graft"]
     high = clamp(high, 0.0, LARGEST)
 
-    def matched(factor: Number, length: Number, target: Number) -> Any:
+    def matched(factor: Number, length: Number, root: Number, adam_length: Number, adam_root: Number) -> Any:
+        target = adam_length * adam_root / (root + (root == 0))
         return factor * clamp(length, low * target, high * target) / (length + (length == 0))
 
-    return each(matched, factors, lengths, targets)
+    return each(matched, factors, *own, *adam)
 
 
 def norms(batch: Batch, tensors: list[Tensor]) -> list[Any]:

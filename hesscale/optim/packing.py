@@ -114,7 +114,7 @@ class Pack:
                     self.views.append(view)
         self.identity = self.identity_of(batch.params, state)
         self.offsets = torch.tensor([0, *self.batch.numels]).cumsum(0)
-        self.positions = torch.arange(len(self.params), dtype=torch.int32).repeat_interleave(self.offsets.diff())
+        self.positions = torch.arange(len(self.params)).repeat_interleave(self.offsets.diff())
         self.update = torch.empty_like(self.batch.momenta[0])  # U of the step under way
         self.update_views = self.split(self.update)
 

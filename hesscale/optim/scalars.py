@@ -42,11 +42,11 @@ def each(function: Callable[..., Any], *numbers: list[Any]) -> list[Any]:
     Tensors on a GPU are stacked, so that one operator computes all positions.
     """
     count = max(map(len, numbers))
-    numbers = tuple([column * count if len(column) == 1 else column for column in numbers])
-    first = numbers[0][0] if count else None
+    columns = [column if len(column) == count else column * count for column in numbers]
+    first = columns[0][0] if count else None
     if count > 1 and isinstance(first, Tensor) and not first.is_cpu and not torch.compiler.is_compiling():
-        return list(function(*[torch.stack(tensors) for tensors in numbers]).unbind())
-    return [function(*at_position) for at_position in zip(*numbers, strict=True)]
+        return list(function(*map(torch.stack, columns)).unbind())
+    return list(map(function, *columns))
 
 
 def materialize(numbers: list[Any]) -> list[Any]:

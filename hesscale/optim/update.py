@@ -112,7 +112,7 @@ def updates_of(batch: Batch) -> list[Tensor]:
     U is zero until V has averaged a first square, and more than ``curvature_warmup`` Hessian diagonals.
     """
     group = batch.group
-    if bounds.needs_adam(group):  # first, so that its denominators are gone when the others are made
+    if bounds.needs_adam(group):  # first, so that its tensors are gone when the others are made
         adam, adam_roots = denominators_of(batch, batch.gradient_squares, batch.steps, damped=False)
         adam_lengths = bounds.norms(batch, divide(batch, adam))
         del adam
@@ -122,18 +122,22 @@ def updates_of(batch: Batch) -> list[Tensor]:
         squares, steps = batch.curvature_squares, batch.curvature_steps
     denominators, roots = denominators_of(batch, squares, steps, damped=True)
     firsts = bias_corrections(group["betas"][0], batch.steps)
-    ratios = each(lambda root, first: root / (first + (first == 0)), roots, firsts)
-    bounds.clip_entries(batch, denominators, ratios)
+    if group["update_clip"] is not None:
+        bounds.clip_entries(batch, denominators, each(ratio, roots, firsts))
     updates = divide(batch, denominators)
-    factors = each(lambda ratio: group["lr"] * ratio, ratios)
+    factors = each(lambda root, first: group["lr"] * ratio(root, first), roots, firsts)
     if batch.curvature_steps and is_nonzero(group["curvature_warmup"]):
         seen = step_numbers(batch.curvature_steps)
         factors = each(lambda factor, count: factor * (count > group["curvature_warmup"]), factors, seen)
     if bounds.needs_adam(group):
-        targets = each(lambda a, adam_root, root: a * adam_root / (root + (root == 0)), adam_lengths, adam_roots, roots)
-        factors = bounds.match_adam(batch, factors, bounds.norms(batch, updates), targets)
+        factors = bounds.match_adam(batch, factors, (bounds.norms(batch, updates), roots), (adam_lengths, adam_roots))
     torch._foreach_mul_(updates, bounds.for_entries(batch, factors))
     return updates
+
+
+def ratio(root: Number, first: Number) -> Number:
+    """√(1 − β₂ᵗ)/(1 − β₁ᵗ), by which M ⊘ √V is multiplied for M̂ ⊘ √V̂."""
+    return root / (first + (first == 0))
 
 
 def denominators_of(batch: Batch, squares: list[Tensor], steps: list[Tensor], *, damped: bool) -> tuple[list[Tensor], list[Any]]:
@@ -141,9 +145,10 @@ def denominators_of(batch: Batch, squares: list[Tensor], steps: list[Tensor], *,
     eps, beta2 = batch.group["eps"], batch.group["betas"][1]
     roots = each(lambda correction: correction**0.5, bias_corrections(beta2, steps))
     denominators = list(torch._foreach_sqrt(squares))
-    terms = each(lambda root: eps * root + (root == 0), roots)
     if damped and is_nonzero(batch.group["damping"]):
-        terms = bounds.damped(batch, denominators, terms)
+        terms = bounds.damped(batch, denominators, roots)
+    else:
+        terms = each(lambda root: eps * root + (root == 0), roots)
     torch._foreach_add_(denominators, bounds.for_entries(batch, terms))
     if isinstance(eps, Tensor) or eps == 0:  # no step where V is 0
         denominators = [d.masked_fill_(d == 0, torch.inf) for d in denominators]
@@ -151,7 +156,7 @@ def denominators_of(batch: Batch, squares: list[Tensor], steps: list[Tensor], *,
 
 
 def divide(batch: Batch, denominators: list[Tensor]) -> list[Tensor]:
-    """M ⊘ D. On a CPU, it takes the memory of D or of the pack, since new memory costs more there than the division."""
+    """M ⊘ D. On a CPU, it is written over D or into the pack, since new memory costs more there than the division."""
     if not is_on_host(denominators[0]):
         return list(torch._foreach_div(batch.momenta, denominators))
     memory = denominators if batch.pack is None else [batch.pack.update]
