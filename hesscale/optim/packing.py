@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -114,7 +115,6 @@ class Pack:
                     self.views.append(view)
         self.identity = self.identity_of(batch.params, state)
         self.offsets = torch.tensor([0, *self.batch.numels]).cumsum(0)
-        self.positions = torch.arange(len(self.params)).repeat_interleave(self.offsets.diff())
         self.update = torch.empty_like(self.batch.momenta[0])  # U of the step under way
         self.update_views = self.split(self.update)
 
@@ -127,6 +127,11 @@ class Pack:
         """The sum of each parameter's part of a flat tensor, in that tensor's dtype."""
         found: list[float] = torch.segment_reduce(flat, "sum", offsets=self.offsets, unsafe=True).tolist()
         return found
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """The position of each entry's parameter. Without bounds on the update, nothing needs it."""
+        return torch.arange(len(self.params)).repeat_interleave(self.offsets.diff())
 
     def for_entries(self, numbers: list[Any]) -> Tensor:
         """A flat tensor with each parameter's number at all of its entries."""
