@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import compress
+from operator import is_
 from typing import Any
 
 import torch
@@ -180,8 +181,7 @@ class FunctionalStep:
         optimizer.prepare()
         self.forward, self.optimizer, self.count = forward, optimizer, len(inputs)
         self.known = optimizer.parameters()
-        self.ids = [*map(id, self.known)]
-        self.index = {own: k for k, own in enumerate(self.ids)}
+        self.index = {id(p): k for k, p in enumerate(self.known)}
         self.roles = [self.index.get(id(x)) for x in inputs]
         self.trained = [k is not None for k in self.roles]
         self.parameters = list(compress(inputs, self.trained))
@@ -194,7 +194,7 @@ class FunctionalStep:
     def use_layout(self, layout: Layout, inputs: Sequence[Tensor]) -> None:
         """Pass the optimizer's tensors in the order of this layout."""
         self.layout, self.state = layout, self.optimizer.tensors(layout, self.parameters)
-        self.state_signatures, self.state_ids = signatures(self.state), self.optimizer.state_identities()
+        self.state_signatures, self.held = signatures(self.state), self.optimizer.held()
         self.arguments = [*inputs, *self.state, *self.numbers()]
 
     def numbers(self) -> list[Tensor]:
@@ -221,10 +221,12 @@ class FunctionalStep:
 
     def fits(self, inputs: Sequence[Any]) -> bool:
         """Whether it can take these inputs. If so, put them in ``arguments``."""
-        optimizer, number = self.optimizer, self.index.get
-        if [*map(id, optimizer.parameters())] != self.ids or [*map(number, map(id, inputs))] != self.roles:
+        optimizer = self.optimizer
+        if [*map(self.index.get, map(id, inputs))] != self.roles:
             return False
-        if optimizer.state_identities() != self.state_ids:
+        if not are_same(optimizer.held(), self.held):
+            if not are_same(optimizer.parameters(), self.known):
+                return False
             optimizer.prepare()
             try:
                 state = optimizer.tensors(self.layout, self.parameters)
@@ -232,7 +234,7 @@ class FunctionalStep:
                 return False
             if signatures(state) != self.state_signatures:
                 return False
-            self.state, self.state_ids = state, optimizer.state_identities()
+            self.state, self.held = state, optimizer.held()
         self.arguments = [*inputs, *self.state, *self.numbers()]
         return True
 
@@ -247,6 +249,10 @@ class FunctionalStep:
         names += [""] * (len(arguments) - len(names))
         pairs = zip(names, arguments, strict=True)
         return [x + steps if steps and name == "curvature_step" else x for name, x in pairs]
+
+
+def are_same(found: Sequence[object], expected: Sequence[object]) -> bool:
+    return len(found) == len(expected) and all(map(is_, found, expected))
 
 
 def storage_of(tensor: Tensor) -> int:

@@ -170,11 +170,11 @@ class FunctionalOptimizer:
         kept = [map(state[parameters[i]].__getitem__, names) for i, names in layout.state]
         return [*chain.from_iterable(kept), *[counters[name] for name in layout.counters]]
 
-    def state_identities(self) -> list[int]:
-        """The ids of all objects in the state. It is faster than :meth:`tensors`, which looks up every parameter."""
+    def held(self) -> list[object]:
+        """The parameters and all objects in the state. It is faster than :meth:`tensors`, which looks up every parameter."""
         state = self.optimizer.state
-        values = chain.from_iterable([entries.values() for entries in state.values()])
-        return [*map(id, state), *map(id, values), *map(id, self.counters.values())]
+        entries = chain.from_iterable(map(dict.values, state.values()))
+        return [*self.parameters(), *state, *entries, *self.counters.values()]
 
     def all_tensors(self) -> list[Tensor]:
         """All tensors that the optimizer keeps."""
