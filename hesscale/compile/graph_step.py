@@ -189,16 +189,22 @@ class FunctionalStep:
             raise CannotTrace("the loss depends on none of the optimizer's parameters")
         self.requires_grad = [x.requires_grad for x in inputs]
         self.are_frozen = [isinstance(x, nn.Parameter) and not x.requires_grad for x in inputs]
+        self.options: object = None  # for which these hold
+        self.numbers: list[Tensor] = []
         self.use_layout(optimizer.layout(self.parameters), inputs)
 
     def use_layout(self, layout: Layout, inputs: Sequence[Tensor]) -> None:
         """Pass the optimizer's tensors in the order of this layout."""
         self.layout, self.state = layout, self.optimizer.tensors(layout, self.parameters)
         self.state_signatures, self.held = signatures(self.state), self.optimizer.held()
-        self.arguments = [*inputs, *self.state, *self.numbers()]
+        self.arguments = [*inputs, *self.state, *self.current_numbers()]
 
-    def numbers(self) -> list[Tensor]:
-        return self.optimizer.hyperparameters.argument_tensors(self.parameters[0])
+    def current_numbers(self) -> list[Tensor]:
+        """The optimizer's numbers that change; they are read anew if one of them may have changed."""
+        hyperparameters = self.optimizer.hyperparameters
+        if hyperparameters.has_tensors or self.options is not hyperparameters.arguments:
+            self.options, self.numbers = hyperparameters.arguments, hyperparameters.argument_tensors(self.parameters[0])
+        return self.numbers
 
     def __call__(self, *given: Tensor) -> list[Tensor]:
         """Make one step on stand-ins for the arguments, and return the outputs of the forward graph, and η."""
@@ -235,7 +241,7 @@ class FunctionalStep:
             if signatures(state) != self.state_signatures:
                 return False
             self.state, self.held = state, optimizer.held()
-        self.arguments = [*inputs, *self.state, *self.numbers()]
+        self.arguments = [*inputs, *self.state, *self.current_numbers()]
         return True
 
     @property
