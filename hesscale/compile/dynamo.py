@@ -95,6 +95,7 @@ class Captured:
         self.runners: list[Runner] = []
         self.methods: list[tuple[type, str, Any]] = []  # captured by Dynamo, which does not guard them
         self.inputs_only = False
+        self.last: Callable[..., Tensor] | None = None  # Dynamo's code of the last call
         allow_losses()
         own = weakref.ref(self)  # Dynamo never frees a backend
 
@@ -167,7 +168,9 @@ class Captured:
         frame = {"model": model, "batch": batch, "loss_fn": self.loss_fn}
         for entry in _debug_get_cache_entry_list(self.closure.__code__):
             if entry.guard_manager.check(frame):
-                return FunctionType(entry.code, self.closure.__globals__, closure=self.closure.__closure__)
+                if self.last is None or self.last.__code__ is not entry.code:
+                    self.last = FunctionType(entry.code, self.closure.__globals__, closure=self.closure.__closure__)
+                return self.last
         return None
 
     def failed_guard(self, function: Callable[..., Tensor], model: nn.Module, batch: Sequence[Any]) -> str:
