@@ -56,25 +56,23 @@ class FunctionalOptimizer:
     def signature(self) -> tuple[object, ...]:
         """Everything that decides what a step does and is not a tensor."""
         optimizer = self.optimizer
-        return (
-            self.hyperparameters.read(),
-            self.attributes(),
-            optimizer.phase_at(optimizer.param_groups[0]["step_count"]) if self.has_curvature else (),  # type: ignore[attr-defined]
-            self.has_step_hooks(),
-            self.has_parameter_hooks(),
-            getattr(optimizer, "generator", None) is not None,
-            type(optimizer).step,
-            self.has_own_step(),
-        )
-
-    def attributes(self) -> tuple[object, ...]:
-        """The options of the whole optimizer: its public attributes that are plain values."""
-        held = vars(self.optimizer)
+        held = vars(optimizer)
         types = [*held, *map(type, held.values())]
         if types != self.attribute_types:
             self.attribute_types = types
             self.option_names = tuple([name for name, value in held.items() if name[0] != "_" and isinstance(value, PLAIN)])
-        return (self.option_names, *map(held.__getitem__, self.option_names))
+        return (
+            self.hyperparameters.read(),
+            optimizer.phase_at(optimizer.param_groups[0]["step_count"]) if self.has_curvature else (),  # type: ignore[attr-defined]
+            self.has_step_hooks(),
+            self.has_parameter_hooks(),
+            getattr(optimizer, "generator", None) is not None,
+            type(optimizer),
+            type(optimizer).step,
+            "step" in held and self.has_own_step(),
+            self.option_names,
+            *map(held.__getitem__, self.option_names),
+        )
 
     def has_step_hooks(self) -> bool:
         optimizer = self.optimizer
