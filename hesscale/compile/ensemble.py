@@ -107,16 +107,16 @@ class Ensemble(CapturedStep):
         members, (tensors, signature) = self.members, self.read(batch)
         options = members.signature()
         function, given = captured.function(members.models[0], signature.batch(members.part(tensors, 0)))
-        found = []
+        guards, found = captured.guards(function), []
         for k, model in enumerate(members.models):
-            if k and (reason := captured.failed_guard(function, model, given)):
+            if k and (reason := captured.failed_guard(guards, model, given)):
                 raise ValueError(f"member {k} differs from member 0; this guard does not hold for it: {reason}")
             found.append(captured.inputs(function, model, given))
         graph: Any = found[0][0]
 
         def is_unchanged(k: int) -> bool:
             model = members.models[k]
-            if captured.failed_guard(function, model, given):
+            if captured.failed_guard(captured.guards(function), model, given):
                 return False
             return [*map(id, captured.inputs(function, model, given)[1])] == [*map(id, found[k][1])]
 
