@@ -134,15 +134,6 @@ class Captured:
         """Whether a method that was captured has been replaced in its class."""
         return any(getattr(owner, name, None) is not method for owner, name, method in self.methods)
 
-    def __call__(self, model: nn.Module, *batch: Any) -> Tensor:
-        """The loss, from a graph whose guards hold, or from a new one.
-
-        Raises:
-            NotCaptured: there is no graph, and nothing has run.
-        """
-        function, given = self.function(model, batch)
-        return function(model, *given)
-
     def function(self, model: nn.Module, batch: Sequence[Any]) -> tuple[Callable[..., Tensor], Sequence[Any]]:
         """Dynamo's code for a graph whose guards hold, or for a new one, and the batch to call it with.
 
