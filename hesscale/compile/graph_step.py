@@ -103,9 +103,15 @@ class GraphStep(ABC):
 
     @abstractmethod
     def new_program(self, inputs: Sequence[Any]) -> Program:
-        """The step as a program."""
+        """As :meth:`program`."""
 
     def program(self, inputs: Sequence[Any]) -> Program:
+        """The step as a program.
+
+        Raises:
+            CannotTrace: the step does something that no flat graph of operators can hold.
+            NeedsEagerPass: a step in eager mode has to find something out first.
+        """
         try:
             program = self.new_program(inputs)
         except CannotTrace as error:
