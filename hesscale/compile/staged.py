@@ -34,7 +34,6 @@ class StagedStep:
     def __init__(self, source: GraphStep, *, compiles: bool, captures: bool, obstacle: str = "") -> None:
         self.source, self.compiles, self.captures = source, compiles, captures
         self.program: Program | None = None
-        self.earlier_program: Program | None = None  # in case its tensors come back
         self.builds = 0
         self.eager_steps = 0
         self.next_build: int | None = 1  # the number of eager steps after which to trace; None for never
@@ -55,7 +54,7 @@ class StagedStep:
 
     def __call__(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         if self.program is not None and not self.program.fits(inputs):
-            self.program, self.earlier_program = None, self.program
+            self.program = None
             self.eager_steps, self.next_build = 0, 1
         if self.program is None and self.eager_steps == self.next_build:
             with TRACING:
@@ -70,9 +69,6 @@ class StagedStep:
 
     def build(self, inputs: Sequence[Any]) -> None:
         """Trace the step and compile it, as far as possible."""
-        if self.earlier_program is not None and self.earlier_program.fits(inputs):
-            self.program = self.earlier_program
-            return
         if self.builds >= MAX_BUILDS:
             self.give_up("the model's tensors or the optimizer's state change their shapes or types again and again")
             return
