@@ -92,7 +92,7 @@ class Captured:
         self.runners: list[Runner] = []
         self.methods: list[tuple[type, str, Any]] = []  # captured by Dynamo, which does not guard them
         self.inputs_only = False
-        self.found: tuple[Runner, Sequence[Any]] | None = None  # by such a call
+        self.found: tuple[Runner, Sequence[Any]] | None = None  # by a call that was made only for the inputs
         self.last: Callable[..., Tensor] | None = None  # Dynamo's code of the last call
         allow_losses()
         own = weakref.ref(self)  # Dynamo never frees a backend
@@ -115,6 +115,7 @@ class Captured:
         number, forward = len(self.runners), forward_graph(graph)
         self.runners.append(self.make_runner(forward))
         self.methods += captured_methods()
+        nothing = (None,) * forward.outputs if forward.is_pure else None
         own = weakref.ref(self)  # Dynamo never frees the function that is returned here
 
         def run(*inputs: Any) -> tuple[Any, ...]:
@@ -122,9 +123,9 @@ class Captured:
             assert captured is not None
             if captured.inputs_only:
                 captured.found = captured.runners[number], inputs
-                if forward.is_pure:  # Dynamo's code will do nothing with the outputs; an exception takes longer
-                    return (None,) * forward.outputs
-                raise InputsOnly
+                if nothing is None:
+                    raise InputsOnly
+                return nothing  # in less time: Dynamo's code only returns what it is given
             return captured.runners[number](*inputs)
 
         return run
@@ -172,9 +173,9 @@ class Captured:
 
     def failed_guard(self, guards: Any, model: nn.Module, batch: Sequence[Any]) -> str:
         """Which of these guards does not hold, in Dynamo's words; empty if all hold."""
-        frame = {"model": model, "batch": batch, "loss_fn": self.loss_fn}
         if guards is None:
             return "the graph is gone"
+        frame = {"model": model, "batch": batch, "loss_fn": self.loss_fn}
         if guards.check(frame):
             return ""
         failed = guards.check_verbose(frame).verbose_code_parts

@@ -86,10 +86,7 @@ class FunctionalOptimizer:
         return not is_known or (step is not None and not getattr(step, "_wrapped_by_lr_sched", False))
 
     def has_parameter_hooks(self) -> bool:
-        for p in self.parameters():  # in less time than any() takes
-            if p._backward_hooks or p._post_accumulate_grad_hooks:
-                return True
-        return False
+        return bool([p for p in self.parameters() if p._backward_hooks or p._post_accumulate_grad_hooks])
 
     def obstacle(self) -> str:
         """Why a step cannot be traced, as far as that is known before trying; empty if nothing is known."""
