@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..errors import NeedsEagerPass
 from .dynamo import Captured, ForwardGraph
 from .ensemble_program import EnsembleProgram, Inputs, SeparateProgram, StackedProgram
-from .graph_step import FunctionalStep, GraphStep, Training, obstacle_of
+from .graph_step import FunctionalStep, GraphStep, Training
 from .members import Members
 from .optimizer import FunctionalOptimizer, Layout
 from .program import Mode
@@ -166,7 +166,7 @@ class EnsembleStep(GraphStep):
     def obstacle(self, inputs: Inputs) -> str:  # type: ignore[override]
         if not self.are_apart:
             return "a member's step sets something that the next member reads"
-        return obstacle_of([x for own in inputs.inputs for x in own])
+        return super().obstacle([x for own in inputs.inputs for x in own])
 
     def new_program(self, inputs: Inputs) -> EnsembleProgram:  # type: ignore[override]
         pairs = zip(self.members.optimizers, inputs.inputs, strict=True)

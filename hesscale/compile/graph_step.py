@@ -97,9 +97,13 @@ class GraphStep(ABC):
     def eager(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """A step in eager mode."""
 
-    @abstractmethod
     def obstacle(self, inputs: Sequence[Any]) -> str:
         """Why no program can take these inputs; empty if one can."""
+        if not all(isinstance(x, Tensor) for x in inputs):
+            return "it reads a value of Python that changes at every step; pass that as a tensor"
+        if any(tensor_signature(x.detach()) is None or (x.requires_grad and type(x) is not nn.Parameter) for x in inputs):
+            return UNUSUAL
+        return ""
 
     @abstractmethod
     def new_program(self, inputs: Sequence[Any]) -> Program:
@@ -153,20 +157,8 @@ class ModelStep(GraphStep):
             raise
         return results
 
-    def obstacle(self, inputs: Sequence[Any]) -> str:
-        return obstacle_of(inputs)
-
     def new_program(self, inputs: Sequence[Any]) -> Program:
         return ModelProgram(FunctionalStep(self.forward, self.optimizer, inputs), self.model)
-
-
-def obstacle_of(inputs: Sequence[Any]) -> str:
-    """Why no program can take these inputs; empty if one can."""
-    if not all(isinstance(x, Tensor) for x in inputs):
-        return "it reads a value of Python that changes at every step; pass that as a tensor"
-    if any(tensor_signature(x.detach()) is None or (x.requires_grad and type(x) is not nn.Parameter) for x in inputs):
-        return UNUSUAL
-    return ""
 
 
 class FunctionalStep:
