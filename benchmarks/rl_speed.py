@@ -1,6 +1,6 @@
 """Environment steps per second of PPO and A2C on one core: ours with Adam and AdaHesScale against Stable-Baselines3's with Adam.
 
-The same environments, normalized, the same rollouts and minibatches, and tanh networks 64-64 for policy and value in all; ours
+The same environments, normalised, the same rollouts and minibatches, and tanh networks 64-64 for policy and value in all; ours
 have a third network on top, for the variance of continuous actions. In each round every one of them learns for a while, in an
 order drawn anew; a ratio is the median over rounds. With ``--together`` many agents of ours learn as one ensemble, compared with
 one of them alone. Seconds are those of the processor; a first block, which compiles, comes before the rounds and is not in them.

@@ -195,7 +195,7 @@ def page(found: Mapping[str, Any]) -> str:
     return (
         f"# Stable-Baselines3 with AdaHesScale\n\n{made_by(found)} Means over\nseeds ± standard errors, of the "
         f"episodes of training: all of them, and those that ended in the last {FINAL:.0%} of the\nsteps. The time of train() is "
-        f"relative to torch's Adam with the same seed, a median over seeds. PPO and A2C have normalized\n"
+        f"relative to torch's Adam with the same seed, a median over seeds. PPO and A2C have normalised\n"
         f"observations and rewards.\n\n{markdown_table(names, body)}"
     )
 

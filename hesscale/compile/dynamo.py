@@ -76,9 +76,6 @@ class UnguardedState(NotCaptured):
 class InputsOnly(Exception):
     """Ends a call that was made only to get a graph and its inputs, before anything has run."""
 
-    def __init__(self, runner: Runner, inputs: Sequence[Any]) -> None:
-        self.runner, self.inputs = runner, inputs
-
 
 class Captured:
     """A loss function that Dynamo captures.
@@ -94,6 +91,8 @@ class Captured:
         self.runners: list[Runner] = []
         self.methods: list[tuple[type, str, Any]] = []  # captured by Dynamo, which does not guard them
         self.inputs_only = False
+        self.found: tuple[Runner, Sequence[Any]] | None = None  # by a call that was made only for the inputs
+        self.last: Callable[..., Tensor] | None = None  # Dynamo's code of the last call
         allow_losses()
         own = weakref.ref(self)  # Dynamo never frees a backend
 
@@ -112,16 +111,20 @@ class Captured:
 
     def backend(self, graph: GraphModule) -> Runner:
         """The function that is called in place of a graph that Dynamo has captured."""
-        number = len(self.runners)
-        self.runners.append(self.make_runner(forward_graph(graph)))
+        number, forward = len(self.runners), forward_graph(graph)
+        self.runners.append(self.make_runner(forward))
         self.methods += captured_methods()
+        nothing = (None,) * forward.outputs if forward.is_pure else None
         own = weakref.ref(self)  # Dynamo never frees the function that is returned here
 
         def run(*inputs: Any) -> tuple[Any, ...]:
             captured = own()
             assert captured is not None
             if captured.inputs_only:
-                raise InputsOnly(captured.runners[number], inputs)
+                captured.found = captured.runners[number], inputs
+                if nothing is None:
+                    raise InputsOnly
+                return nothing  # in less time: Dynamo's code only returns what it is given
             return captured.runners[number](*inputs)
 
         return run
@@ -130,15 +133,6 @@ class Captured:
     def is_outdated(self) -> bool:
         """Whether a method that was captured has been replaced in its class."""
         return any(getattr(owner, name, None) is not method for owner, name, method in self.methods)
-
-    def __call__(self, model: nn.Module, *batch: Any) -> Tensor:
-        """The loss, from a graph whose guards hold, or from a new one.
-
-        Raises:
-            NotCaptured: there is no graph, and nothing has run.
-        """
-        function, given = self.function(model, batch)
-        return function(model, *given)
 
     def function(self, model: nn.Module, batch: Sequence[Any]) -> tuple[Callable[..., Tensor], Sequence[Any]]:
         """Dynamo's code for a graph whose guards hold, or for a new one, and the batch to call it with.
@@ -166,30 +160,37 @@ class Captured:
         frame = {"model": model, "batch": batch, "loss_fn": self.loss_fn}
         for entry in _debug_get_cache_entry_list(self.closure.__code__):
             if entry.guard_manager.check(frame):
-                return FunctionType(entry.code, self.closure.__globals__, closure=self.closure.__closure__)
+                if self.last is None or self.last.__code__ is not entry.code:
+                    self.last = FunctionType(entry.code, self.closure.__globals__, closure=self.closure.__closure__)
+                return self.last
         return None
 
-    def failed_guard(self, function: Callable[..., Tensor], model: nn.Module, batch: Sequence[Any]) -> str:
-        """Dynamo's description of the guard that does not hold for a graph; empty if all hold."""
+    def guards(self, function: Callable[..., Tensor]) -> Any:
+        """Dynamo's guards of a graph; None if the graph is gone."""
+        entries = _debug_get_cache_entry_list(self.closure.__code__)
+        return next((entry.guard_manager for entry in entries if entry.code is function.__code__), None)
+
+    def failed_guard(self, guards: Any, model: nn.Module, batch: Sequence[Any]) -> str:
+        """Dynamo's description of the guard that does not hold; empty if all hold."""
+        if guards is None:
+            return "the graph is gone"
         frame = {"model": model, "batch": batch, "loss_fn": self.loss_fn}
-        for entry in _debug_get_cache_entry_list(self.closure.__code__):
-            if entry.code is function.__code__:
-                if entry.guard_manager.check(frame):
-                    return ""
-                failed = entry.guard_manager.check_verbose(frame).verbose_code_parts
-                return "; ".join([part.partition("  #")[0].strip() for part in failed]) or "a guard"
-        return "the graph is gone"
+        if guards.check(frame):
+            return ""
+        failed = guards.check_verbose(frame).verbose_code_parts
+        return "; ".join([part.partition("  #")[0].strip() for part in failed]) or "a guard"
 
     def inputs(self, function: Callable[..., Tensor], model: nn.Module, batch: Sequence[Any]) -> tuple[Runner, Sequence[Any]]:
         """The function that is called in place of the graph, and its inputs. The function is not run."""
         self.inputs_only = True
         try:
-            function(model, *batch)
-        except InputsOnly as found:
-            return found.runner, found.inputs
+            with contextlib.suppress(InputsOnly):
+                function(model, *batch)
         finally:
             self.inputs_only = False
-        raise AssertionError("TorchDynamo's code has run without its graph")
+            found, self.found = self.found, None
+        assert found is not None, "TorchDynamo's code has run without its graph"
+        return found
 
     def capture(self, model: nn.Module, batch: Sequence[Any]) -> None:
         """Capture a graph with Dynamo, without running it."""

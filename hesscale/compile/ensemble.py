@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..errors import NeedsEagerPass
 from .dynamo import Captured, ForwardGraph
 from .ensemble_program import EnsembleProgram, Inputs, SeparateProgram, StackedProgram
-from .graph_step import FunctionalStep, GraphStep, Training, obstacle_of
+from .graph_step import FunctionalStep, GraphStep, Training
 from .members import Members
 from .optimizer import FunctionalOptimizer, Layout
 from .program import Mode
@@ -107,16 +107,16 @@ class Ensemble(CapturedStep):
         members, (tensors, signature) = self.members, self.read(batch)
         options = members.signature()
         function, given = captured.function(members.models[0], signature.batch(members.part(tensors, 0)))
-        found = []
+        guards, found = captured.guards(function), []
         for k, model in enumerate(members.models):
-            if k and (reason := captured.failed_guard(function, model, given)):
+            if k and (reason := captured.failed_guard(guards, model, given)):
                 raise ValueError(f"member {k} differs from member 0; this guard does not hold for it: {reason}")
             found.append(captured.inputs(function, model, given))
         graph: Any = found[0][0]
 
         def is_unchanged(k: int) -> bool:
             model = members.models[k]
-            if captured.failed_guard(function, model, given):
+            if captured.failed_guard(captured.guards(function), model, given):
                 return False
             return [*map(id, captured.inputs(function, model, given)[1])] == [*map(id, found[k][1])]
 
@@ -166,7 +166,7 @@ class EnsembleStep(GraphStep):
     def obstacle(self, inputs: Inputs) -> str:  # type: ignore[override]
         if not self.are_apart:
             return "a member's step sets something that the next member reads"
-        return obstacle_of([x for own in inputs.inputs for x in own])
+        return super().obstacle([x for own in inputs.inputs for x in own])
 
     def new_program(self, inputs: Inputs) -> EnsembleProgram:  # type: ignore[override]
         pairs = zip(self.members.optimizers, inputs.inputs, strict=True)

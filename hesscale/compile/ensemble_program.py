@@ -85,7 +85,7 @@ class EnsembleProgram(Program):
         return {i: number[id(x)] for i, x in enumerate(inputs.inputs[0]) if id(x) in number}
 
     def own_tensors(self, step: FunctionalStep) -> list[Tensor]:
-        return [step.arguments[i] for i in self.own]
+        return [*map(step.arguments.__getitem__, self.own)]
 
     def place_tensors(self, batch: Sequence[Tensor]) -> None:
         """If any of the members' own tensors have moved, put them back where the program reads them."""

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import compress
+from operator import is_
 from typing import Any
 
 import torch
@@ -96,15 +97,25 @@ class GraphStep(ABC):
     def eager(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """A step in eager mode."""
 
-    @abstractmethod
     def obstacle(self, inputs: Sequence[Any]) -> str:
         """Why no program can take these inputs; empty if one can."""
+        if not all(isinstance(x, Tensor) for x in inputs):
+            return "it reads a value of Python that changes at every step; pass that as a tensor"
+        if any(tensor_signature(x.detach()) is None or (x.requires_grad and type(x) is not nn.Parameter) for x in inputs):
+            return UNUSUAL
+        return ""
 
     @abstractmethod
     def new_program(self, inputs: Sequence[Any]) -> Program:
-        """The step as a program."""
+        """As :meth:`program`."""
 
     def program(self, inputs: Sequence[Any]) -> Program:
+        """The step as a program.
+
+        Raises:
+            CannotTrace: the step does something that no flat graph of operators can hold.
+            NeedsEagerPass: a step in eager mode has to find something out first.
+        """
         try:
             program = self.new_program(inputs)
         except CannotTrace as error:
@@ -146,20 +157,8 @@ class ModelStep(GraphStep):
             raise
         return results
 
-    def obstacle(self, inputs: Sequence[Any]) -> str:
-        return obstacle_of(inputs)
-
     def new_program(self, inputs: Sequence[Any]) -> Program:
         return ModelProgram(FunctionalStep(self.forward, self.optimizer, inputs), self.model)
-
-
-def obstacle_of(inputs: Sequence[Any]) -> str:
-    """Why no program can take these inputs; empty if one can."""
-    if not all(isinstance(x, Tensor) for x in inputs):
-        return "it reads a value of Python that changes at every step; pass that as a tensor"
-    if any(tensor_signature(x.detach()) is None or (x.requires_grad and type(x) is not nn.Parameter) for x in inputs):
-        return UNUSUAL
-    return ""
 
 
 class FunctionalStep:
@@ -180,8 +179,7 @@ class FunctionalStep:
         optimizer.prepare()
         self.forward, self.optimizer, self.count = forward, optimizer, len(inputs)
         self.known = optimizer.parameters()
-        self.ids = [*map(id, self.known)]
-        self.index = {own: k for k, own in enumerate(self.ids)}
+        self.index = {id(p): k for k, p in enumerate(self.known)}
         self.roles = [self.index.get(id(x)) for x in inputs]
         self.trained = [k is not None for k in self.roles]
         self.parameters = list(compress(inputs, self.trained))
@@ -189,16 +187,22 @@ class FunctionalStep:
             raise CannotTrace("the loss depends on none of the optimizer's parameters")
         self.requires_grad = [x.requires_grad for x in inputs]
         self.are_frozen = [isinstance(x, nn.Parameter) and not x.requires_grad for x in inputs]
+        self.options: object = None  # for which these hold
+        self.numbers: list[Tensor] = []
         self.use_layout(optimizer.layout(self.parameters), inputs)
 
     def use_layout(self, layout: Layout, inputs: Sequence[Tensor]) -> None:
         """Pass the optimizer's tensors in the order of this layout."""
         self.layout, self.state = layout, self.optimizer.tensors(layout, self.parameters)
-        self.state_signatures, self.state_ids = signatures(self.state), self.optimizer.state_identities()
-        self.arguments = [*inputs, *self.state, *self.numbers()]
+        self.state_signatures, self.held = signatures(self.state), self.optimizer.held()
+        self.arguments = [*inputs, *self.state, *self.current_numbers()]
 
-    def numbers(self) -> list[Tensor]:
-        return self.optimizer.hyperparameters.argument_tensors(self.parameters[0])
+    def current_numbers(self) -> list[Tensor]:
+        """The optimizer's numbers that change; they are read anew if one of them may have changed."""
+        hyperparameters = self.optimizer.hyperparameters
+        if hyperparameters.has_tensors or self.options is not hyperparameters.arguments:
+            self.options, self.numbers = hyperparameters.arguments, hyperparameters.argument_tensors(self.parameters[0])
+        return self.numbers
 
     def __call__(self, *given: Tensor) -> list[Tensor]:
         """Make one step with tensors that stand in for the arguments. Returns the outputs of the forward graph, and η."""
@@ -221,10 +225,12 @@ class FunctionalStep:
 
     def fits(self, inputs: Sequence[Any]) -> bool:
         """Whether it can take these inputs. If so, put them in ``arguments``."""
-        optimizer, number = self.optimizer, self.index.get
-        if [*map(id, optimizer.parameters())] != self.ids or [*map(number, map(id, inputs))] != self.roles:
+        optimizer = self.optimizer
+        if [*map(self.index.get, map(id, inputs))] != self.roles:
             return False
-        if optimizer.state_identities() != self.state_ids:
+        if not are_same(optimizer.held(), self.held):
+            if not are_same(optimizer.parameters(), self.known):
+                return False
             optimizer.prepare()
             try:
                 state = optimizer.tensors(self.layout, self.parameters)
@@ -232,8 +238,8 @@ class FunctionalStep:
                 return False
             if signatures(state) != self.state_signatures:
                 return False
-            self.state, self.state_ids = state, optimizer.state_identities()
-        self.arguments = [*inputs, *self.state, *self.numbers()]
+            self.state, self.held = state, optimizer.held()
+        self.arguments = [*inputs, *self.state, *self.current_numbers()]
         return True
 
     @property
@@ -247,6 +253,10 @@ class FunctionalStep:
         names += [""] * (len(arguments) - len(names))
         pairs = zip(names, arguments, strict=True)
         return [x + steps if steps and name == "curvature_step" else x for name, x in pairs]
+
+
+def are_same(found: Sequence[object], expected: Sequence[object]) -> bool:
+    return len(found) == len(expected) and all(map(is_, found, expected))
 
 
 def storage_of(tensor: Tensor) -> int:

@@ -25,7 +25,8 @@ class Hyperparameters:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
         self.values: dict[Option, Any] = {}
-        self.arguments: list[Option] = []
+        self.arguments: list[Option] = []  # a new list whenever an option may have changed
+        self.has_tensors = False  # a tensor may change in place, so it has to be copied every time
         self.constants: tuple[object, ...] = ()
         self.getters: list[Callable[[dict[str, Any]], Any]] = []
         self.has_lists = False  # a list may change in place, so its entries have to be read at every step
@@ -57,6 +58,7 @@ class Hyperparameters:
         whole = {option[:2] for option in changed}  # torch's Adam takes tensors for all entries of a tuple or for none
         self.values = values
         self.arguments = [o for o, value in values.items() if is_number(value) and (o[1] == "lr" or o[:2] in whole)]
+        self.has_tensors = any(isinstance(values[option], Tensor) for option in self.arguments)
         groups = self.optimizer.param_groups
         self.constants = (
             tuple(self.arguments),

@@ -66,6 +66,8 @@ class Members:
                 raise ValueError(
                     f"member {k} differs from member 0 in options of its optimizer, in hooks, or in whether it uses curvature"
                 )
+            # the same object is compared in less time
+            self.optimizers[k].hyperparameters.constants = self.optimizers[0].hyperparameters.constants
         return found[0]
 
     def make_differing_numbers_arguments(self) -> None:

@@ -56,25 +56,23 @@ class FunctionalOptimizer:
     def signature(self) -> tuple[object, ...]:
         """Everything except tensors that determines what a step does."""
         optimizer = self.optimizer
-        return (
-            self.hyperparameters.read(),
-            self.attributes(),
-            optimizer.phase_at(optimizer.param_groups[0]["step_count"]) if self.has_curvature else (),  # type: ignore[attr-defined]
-            self.has_step_hooks(),
-            self.has_parameter_hooks(),
-            getattr(optimizer, "generator", None) is not None,
-            type(optimizer).step,
-            self.has_own_step(),
-        )
-
-    def attributes(self) -> tuple[object, ...]:
-        """The options of the whole optimizer: its public attributes that are plain values."""
-        held = vars(self.optimizer)
+        held = vars(optimizer)
         types = [*held, *map(type, held.values())]
         if types != self.attribute_types:
             self.attribute_types = types
             self.option_names = tuple([name for name, value in held.items() if name[0] != "_" and isinstance(value, PLAIN)])
-        return (self.option_names, *map(held.__getitem__, self.option_names))
+        return (
+            self.hyperparameters.read(),
+            optimizer.phase_at(optimizer.param_groups[0]["step_count"]) if self.has_curvature else (),  # type: ignore[attr-defined]
+            self.has_step_hooks(),
+            self.has_parameter_hooks(),
+            getattr(optimizer, "generator", None) is not None,
+            type(optimizer),
+            type(optimizer).step,
+            "step" in held and self.has_own_step(),
+            self.option_names,
+            *map(held.__getitem__, self.option_names),
+        )
 
     def has_step_hooks(self) -> bool:
         optimizer = self.optimizer
@@ -88,7 +86,7 @@ class FunctionalOptimizer:
         return not is_known or (step is not None and not getattr(step, "_wrapped_by_lr_sched", False))
 
     def has_parameter_hooks(self) -> bool:
-        return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self.parameters())
+        return bool([p for p in self.parameters() if p._backward_hooks or p._post_accumulate_grad_hooks])
 
     def obstacle(self) -> str:
         """Why a step cannot be traced, if that is known without trying; otherwise empty."""
@@ -171,11 +169,11 @@ class FunctionalOptimizer:
         kept = [map(state[parameters[i]].__getitem__, names) for i, names in layout.state]
         return [*chain.from_iterable(kept), *[counters[name] for name in layout.counters]]
 
-    def state_identities(self) -> list[int]:
-        """The ids of all objects in the state. It is faster than :meth:`tensors`, which looks up every parameter."""
+    def held(self) -> list[object]:
+        """The parameters and all objects in the state. It is faster than :meth:`tensors`, which looks up every parameter."""
         state = self.optimizer.state
-        values = chain.from_iterable([entries.values() for entries in state.values()])
-        return [*map(id, state), *map(id, values), *map(id, self.counters.values())]
+        entries = chain.from_iterable(map(dict.values, state.values()))
+        return [*self.parameters(), *state, *entries, *self.counters.values()]
 
     def all_tensors(self) -> list[Tensor]:
         """All tensors that the optimizer keeps."""

@@ -7,33 +7,18 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ..errors import CompileWarning, NeedsEagerPass
 from .make_fx import TRACING, CannotTrace, first_line
 from .program import Mode, Program
 
+if TYPE_CHECKING:
+    from .graph_step import GraphStep
+
 MAX_BUILDS = 4  # programs of one step; a new one is built when the step's tensors no longer fit
 MAX_EAGER_STEPS = 64  # if tracing still needs an eager pass after this many, the step stays in eager mode
 logger = logging.getLogger("hesscale.compile")
-
-
-class Source(Protocol):
-    """An object that makes steps in eager mode, and programs for them."""
-
-    def eager(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
-        """Make a step in eager mode."""
-
-    def obstacle(self, inputs: Sequence[Any]) -> str:
-        """Why no graph can take these inputs; empty if one can."""
-
-    def program(self, inputs: Sequence[Any]) -> Program:
-        """The step as a program.
-
-        Raises:
-            CannotTrace: the step does something that no flat graph of operators can hold.
-            NeedsEagerPass: a step in eager mode has to find something out first.
-        """
 
 
 class StagedStep:
@@ -46,10 +31,9 @@ class StagedStep:
         obstacle: why the step has to stay in eager mode; empty if it does not.
     """
 
-    def __init__(self, source: Source, *, compiles: bool, captures: bool, obstacle: str = "") -> None:
+    def __init__(self, source: GraphStep, *, compiles: bool, captures: bool, obstacle: str = "") -> None:
         self.source, self.compiles, self.captures = source, compiles, captures
         self.program: Program | None = None
-        self.earlier_program: Program | None = None  # in case the step gets the earlier program's tensors again
         self.builds = 0
         self.eager_steps = 0
         self.next_build: int | None = 1  # the number of eager steps after which to trace; None for never
@@ -70,7 +54,7 @@ class StagedStep:
 
     def __call__(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         if self.program is not None and not self.program.fits(inputs):
-            self.program, self.earlier_program = None, self.program
+            self.program = None
             self.eager_steps, self.next_build = 0, 1
         if self.program is None and self.eager_steps == self.next_build:
             with TRACING:
@@ -85,9 +69,6 @@ class StagedStep:
 
     def build(self, inputs: Sequence[Any]) -> None:
         """Trace the step, and compile and capture it if possible."""
-        if self.earlier_program is not None and self.earlier_program.fits(inputs):
-            self.program = self.earlier_program
-            return
         if self.builds >= MAX_BUILDS:
             self.give_up("the model's tensors or the optimizer's state change their shapes or types again and again")
             return

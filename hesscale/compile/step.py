@@ -229,7 +229,8 @@ class CompiledStep(CapturedStep):
         return ModelStep(forward, self.training, self.model, self.functional_optimizer)
 
     def run(self, captured: Captured, batch: Sequence[Any]) -> Tensor:
-        loss = captured(self.model, *batch)
+        function, given = captured.function(self.model, batch)
+        loss = function(self.model, *given)
         if error := self.training.error:
             self.training.error = None
             raise error

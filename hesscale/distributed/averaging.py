@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import CurvatureWarning, UnsupportedOperator
 from .buckets import all_reduce_mean
+from .draws import seeds_sent
 from .overlap import PlannedPass, make_plan, plan_of
 from .replicas import taking_part
 from .sharding import is_gathered
@@ -129,11 +130,13 @@ def check_supported(module: Any) -> None:
         "mixed_precision=": getattr(module, "mixed_precision", None) is not None,
         "the Python reducer of compiled autograd": getattr(module, "_use_python_reducer", False),
         "delay_all_reduce_named_params=": bool(getattr(module, "_delay_all_reduce_params", None)),
+        "device_mesh=, over tensor parallelism": any(hasattr(p, "_st_info") for p in module._module_parameters),
     }
     if used := [name for name, is_used in found.items() if is_used]:
         raise UnsupportedOperator(
             f"DistributedDataParallel with {used[0]} is not supported with Hessian diagonals. Leave it out. For mixed precision, "
-            "use autocast; for uneven inputs, use a sampler that gives every process the same number of batches"
+            "use autocast; for uneven inputs, use a sampler that gives every process the same number of batches; over tensor "
+            "parallelism, use fully_shard"
         )
 
 
@@ -145,16 +148,14 @@ class Replica:
         self.params: list[Any] = [p for p in module._module_parameters if p.requires_grad]
         self.before = [(p.grad is None, *state(p)) for p in self.params]
         self.gradients = [(p.grad, version(p.grad)) for p in self.params]
-        self.collectives = count_collectives(self.group)
-        self.order: list[Any] | None = None  # the order in which the pass fills diagonals, if there is no plan yet
+        self.collectives = self.count_collectives()
+        self.order: list[Any] = []  # the order in which the pass fills diagonals, if there is no plan yet
         self.planned: PlannedPass | None = None
 
     def begin(self, dtype: torch.dtype | None) -> bool:
         """Prepare for calls of :meth:`filled` and :meth:`advance` during the pass. False if they are not needed."""
         plan = plan_of(self.module)
-        if plan is None:
-            self.order = []
-        else:
+        if plan is not None:
             self.planned = PlannedPass(plan, self.has_communicated, dtype)
         return self.collectives is not None
 
@@ -162,7 +163,7 @@ class Replica:
         """Call this when the pass has filled a parameter's diagonal."""
         if self.planned is not None:
             self.planned.filled(p)
-        elif self.order is not None:
+        else:
             self.order.append(p)
 
     def advance(self) -> None:
@@ -174,7 +175,13 @@ class Replica:
         """Whether DDP has averaged gradients in this pass. It does not inside no_sync, or if the pass bypasses the DDP module."""
         if not self.module.require_backward_grad_sync and not self.module.require_forward_param_sync:
             return False  # if the group has run collectives, another module was averaged
-        return self.collectives is None or count_collectives(self.group) != self.collectives
+        return self.collectives is None or self.count_collectives() != self.collectives
+
+    def count_collectives(self) -> int | None:
+        """How many collectives the groups in which DDP may send gradients have run. A communication hook may use any group."""
+        groups = distributed.distributed_c10d._world.pg_map if self.module._comm_hooks else [self.group]
+        counts = [count_collectives(group) for group in groups]
+        return None if None in counts else sum([count or 0 for count in counts])
 
     def average(self, dtype: torch.dtype | None) -> None:
         own = [self.own_diagonal(p, before) for p, before in zip(self.params, self.before, strict=True)]
@@ -190,8 +197,9 @@ class Replica:
             if sent and diagonal is None:
                 p.hess_diag = torch.zeros_like(p, requires_grad=False)
         found = [p for p, sent in zip(self.params, is_sent, strict=True) if sent]
-        if self.order is not None and (plan := make_plan(self.module, self.params, self.order)) is not None:
-            self.planned = PlannedPass(plan, self.has_communicated, dtype)
+        if self.planned is None:  # also if this pass was not told of its progress: another process's may have been
+            plan = plan_of(self.module) or make_plan(self.module, self.params, self.order)
+            self.planned = None if plan is None else PlannedPass(plan, self.has_communicated, dtype)
         if self.planned is not None:
             self.planned.finish(found)
         else:
@@ -257,8 +265,8 @@ def version(tensor: Tensor | None) -> int:
 
 
 def count_collectives(group: Any) -> int | None:
-    """How many collectives a process group has run; None if its backend does not count them."""
+    """How many collectives a process group has run, besides those that send seeds; None if its backend does not count them."""
     try:
-        return int(group._get_sequence_number_for_group())
+        return int(group._get_sequence_number_for_group()) - seeds_sent.get(group, 0)
     except RuntimeError:
         return None

@@ -18,6 +18,7 @@ from .replicas import replicated_modules
 
 # the seed of each DDP module, and how often it has been used
 _seeds: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
+seeds_sent: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # the number of broadcasts in a process group
 
 
 def generator_for(params: Sequence[Tensor], step: int, *, is_shared: bool) -> torch.Generator | None:
@@ -46,4 +47,5 @@ def common_seed(module: Any) -> int:
     device = next(iter(module._module_parameters)).device
     seed = torch.tensor(torch.initial_seed() % 2**62, dtype=torch.int64, device=device)
     distributed.broadcast(seed, distributed.get_global_rank(module.process_group, 0), group=module.process_group)
+    seeds_sent[module.process_group] = seeds_sent.get(module.process_group, 0) + 1
     return int(seed)

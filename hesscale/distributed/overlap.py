@@ -54,6 +54,8 @@ def make_plan(module: DistributedDataParallel, params: Sequence[Tensor], filled:
     if module.find_unused_parameters or module.static_graph or distributed.get_backend(module.process_group) not in BACKENDS:
         return None
     group = group_like(module.process_group, params[0].device)
+    if group is None:
+        return None
     index_of = {id(p): index for index, p in enumerate(params)}
     found = dict.fromkeys([index_of[id(p)] for p in filled if id(p) in index_of])
     order = torch.tensor([*found, *[i for i in reversed(range(len(params))) if i not in found]], device=params[0].device)
@@ -63,15 +65,23 @@ def make_plan(module: DistributedDataParallel, params: Sequence[Tensor], filled:
 
 
 def group_like(group: Any, device: torch.device) -> Any:
-    """Another process group of the same processes, with the same timeout. All of them call this together."""
+    """Another process group of the same processes, with the same timeout. All of them call this together.
+
+    It is None if these processes belong to different numbers of groups. PyTorch includes this number in the new group's name,
+    so each process would wait for a group that the others do not create.
+    """
     if group not in _groups:
-        _groups[group] = distributed.new_group(
-            distributed.get_process_group_ranks(group),
-            timeout=group._get_backend(device).options._timeout,
-            backend=distributed.get_backend(group),
-            use_local_synchronization=True,
-            group_desc="Hessian diagonals",
-        )
+        counts: list[Any] = [None] * group.size()
+        distributed.all_gather_object(counts, len(distributed.distributed_c10d._world.pg_names), group=group)
+        _groups[group] = None
+        if len(set(counts)) == 1:
+            _groups[group] = distributed.new_group(
+                distributed.get_process_group_ranks(group),
+                timeout=group._get_backend(device).options._timeout,
+                backend=distributed.get_backend(group),
+                use_local_synchronization=True,
+                group_desc="Hessian diagonals",
+            )
     return _groups[group]
 
 

@@ -6,6 +6,7 @@ created. The order of creation is the same in all processes.
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from collections.abc import Iterable, Iterator
@@ -37,8 +38,21 @@ def note_earlier_modules() -> None:
                 note(thing)
 
 
+def note_copies() -> None:
+    """Register DDP modules that are copied or unpickled, too: PyTorch does not register a submodule then."""
+    restore: Any = DistributedDataParallel.__setstate__
+
+    @functools.wraps(restore)
+    def restore_and_note(module: DistributedDataParallel, state: Any) -> None:
+        restore(module, state)
+        note(module)
+
+    DistributedDataParallel.__setstate__ = restore_and_note  # type: ignore[method-assign]
+
+
 register_module_module_registration_hook(note_wrapper)
 note_earlier_modules()
+note_copies()
 
 
 def replicated_modules() -> Iterator[DistributedDataParallel]:

@@ -25,7 +25,7 @@ from .options import check_count, check_group, check_trust_region
 from .packing import Packing
 from .scalars import is_on_host
 from .signatures import full_signature
-from .update import Quotient, apply_update, longest_entry, regularize, update_averages, update_quotient
+from .update import apply_update, longest_entry, regularize, update_averages, updates_of
 
 
 class CurvatureOptimizer(DerivativeOptimizer):
@@ -220,25 +220,25 @@ class CurvatureOptimizer(DerivativeOptimizer):
         for batch in batches:
             regularize(batch, mask)
             update_averages(batch, mask)
-        quotients = [self.quotient(batch) for batch in batches]
-        self.eta, etas = algorithm_3.step_scales(batches, quotients, self.trust_region, self.counters, mask)
-        self.warn_if_long(batches, quotients, etas)
-        for batch, quotient, eta in zip(batches, quotients, etas, strict=True):
-            apply_update(batch, quotient, eta, mask)
+        updates = [self.updates_of(batch) for batch in batches]
+        self.eta, etas = algorithm_3.step_scales(batches, updates, self.trust_region, self.counters, mask)
+        self.warn_if_long(batches, updates, etas)
+        for batch, update, eta in zip(batches, updates, etas, strict=True):
+            apply_update(batch, update, eta, mask)
         return True
 
-    def quotient(self, batch: Batch) -> Quotient:
+    def updates_of(self, batch: Batch) -> list[Tensor]:
         """U of a batch, from averages that include this step. Subclasses may override it."""
-        return update_quotient(batch)
+        return updates_of(batch)
 
-    def warn_if_long(self, batches: list[Batch], quotients: list[Quotient], etas: list[Tensor | None]) -> None:
+    def warn_if_long(self, batches: list[Batch], updates: list[list[Tensor]], etas: list[Tensor | None]) -> None:
         """Warn once if an entry of one of the first steps is far larger than the step size. It waits for a GPU once."""
         if not self.uses_curvature or self._has_warned_of_length or torch.compiler.is_compiling():
             return
         waits = not all(is_on_host(batch.steps[0]) for batch in batches)
         if self.param_groups[0]["step_count"] >= (1 if waits else WATCHED_STEPS) or (waits and is_capturing()):
             return
-        longest = max([longest_entry(*parts) for parts in zip(batches, quotients, etas, strict=True)])
+        longest = max([longest_entry(*parts) for parts in zip(batches, updates, etas, strict=True)])
         if longest > LONG_ENTRY:
             self._has_warned_of_length = True
             warnings.warn(

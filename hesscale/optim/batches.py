@@ -41,18 +41,16 @@ class Batch:
     curvature_steps: list[Tensor] = field(default_factory=list)
     squares_gradient: bool = False  # whether the update divides by the root of ``gradient_squares``, as Adam's does
     mesh: Any = None  # of DTensors; every list then holds this process's shards
-    numels: list[int] = field(default_factory=list)  # of the whole parameters, if there is a mesh
+    numels: list[int] = field(default_factory=list)  # of the whole parameters, if there is a mesh or a pack
     pack: Pack | None = None  # if set, every list except ``params`` holds one flat tensor for all parameters
 
     def pack_like(self, tensors: list[Tensor]) -> list[Tensor]:
         """One tensor per parameter, in the form of this batch's other lists."""
         return tensors if self.pack is None else [_flatten_dense_tensors(tensors)]
 
-    def sizes(self) -> list[Any]:
-        """How many entries each parameter has, at least 1; for a pack, one tensor with all of these numbers."""
-        if self.mesh is not None:
-            return [max(1, count) for count in self.numels]
-        return [max(1, p.numel()) for p in self.params] if self.pack is None else [self.pack.sizes.clamp_min(1)]
+    def sizes(self) -> list[int]:
+        """How many entries each parameter has, at least 1."""
+        return [count or 1 for count in self.numels or [p.numel() for p in self.params]]
 
     def replace_by_shards(self) -> None:
         """Replace DTensors by this process's parts of them, which share their memory."""

@@ -20,8 +20,8 @@ from .base import CurvatureOptimizer
 from .batches import Batch
 from .bounds import NEUTRAL, SAFE_DAMPING, SAFE_GRAFT
 from .options import check_count, check_range
-from .scalars import counter_dtype, materialize
-from .update import Quotient
+from .scalars import counter_dtype
+from .update import divide
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -372,12 +372,14 @@ class SophiaG(GGNMC):
         """√|S|, so that the average of squares is one of |S|. S is a sum of squares, negative for a loss to be maximized."""
         return curvature.abs().sqrt()
 
-    def quotient(self, batch: Batch) -> Quotient:
+    def updates_of(self, batch: Batch) -> list[Tensor]:
         """An entry is clipped at ±1 by a denominator of at least |M|."""
         denominators = list(torch._foreach_mul(batch.curvature_squares, self.rho))
         torch._foreach_clamp_min_(denominators, batch.group["eps"])
         torch._foreach_maximum_(denominators, torch._foreach_abs(batch.momenta))
-        return Quotient(denominators, materialize([batch.group["lr"]] * len(denominators)))
+        updates = divide(batch, denominators)
+        torch._foreach_mul_(updates, batch.group["lr"])
+        return updates
 
 
 SOPHIA_OPTIONS = {"num_samples", "generator", "curvature_dtype", "on_nonfinite", "maximize", "foreach"}

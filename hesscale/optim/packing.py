@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -99,9 +100,8 @@ class Pack:
         self.params = batch.params
         self.shapes = [p.shape for p in batch.params]
         self.states = [state[p] for p in batch.params]
-        self.batch = Batch(
-            batch.group, batch.group_index, params=batch.params, squares_gradient=batch.squares_gradient, pack=self
-        )
+        self.batch = Batch(batch.group, batch.group_index, params=batch.params, squares_gradient=batch.squares_gradient)
+        self.batch.pack, self.batch.numels = self, [p.numel() for p in batch.params]
         self.places: list[tuple[dict[str, Any], str]] = []  # the state dicts and keys whose values are views
         self.views: list[Tensor] = []
         for attribute, name in {**AVERAGES, **COUNTERS}.items():
@@ -114,14 +114,28 @@ class Pack:
                     self.places.append((own, name))
                     self.views.append(view)
         self.identity = self.identity_of(batch.params, state)
-        self.sizes = torch.tensor([p.numel() for p in batch.params])
+        self.offsets = torch.tensor([0, *self.batch.numels]).cumsum(0)
         self.update = torch.empty_like(self.batch.momenta[0])  # U of the step under way
         self.update_views = self.split(self.update)
 
     def split(self, flat: Tensor) -> list[Tensor]:
         """Views of a flat tensor, one for each parameter."""
-        parts = flat.split([p.numel() for p in self.params])
+        parts = flat.split(self.batch.numels)
         return [part.view(p.shape) for part, p in zip(parts, self.params, strict=True)]
+
+    def sums(self, flat: Tensor) -> list[float]:
+        """The sum of each parameter's part of a flat tensor, in that tensor's dtype."""
+        found: list[float] = torch.segment_reduce(flat, "sum", offsets=self.offsets, unsafe=True).tolist()
+        return found
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """The position of each entry's parameter. Without bounds on the update, nothing needs it."""
+        return torch.arange(len(self.params)).repeat_interleave(self.offsets.diff())
+
+    def for_entries(self, numbers: list[Any]) -> Tensor:
+        """A flat tensor with each parameter's number at all of its entries."""
+        return torch.tensor(numbers, dtype=self.update.dtype).index_select(0, self.positions)
 
     def identity_of(self, params: list[Tensor], state: State) -> tuple[list[int], ...]:
         """The ids of these parameters, of their states and of the states' entries, and the addresses of the pack's views."""

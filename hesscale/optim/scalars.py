@@ -26,12 +26,27 @@ def step_numbers(steps: list[Tensor]) -> list[Any]:
     return [float(step if step.dim() == 0 else step.tolist()[0]) if is_on_host(step) else step for step in steps]
 
 
+def on_host(numbers: list[Tensor]) -> list[Any]:
+    """0-d tensors as plain numbers on a CPU, the tensors themselves elsewhere."""
+    return torch.stack(numbers).tolist() if is_on_host(numbers[0]) else numbers
+
+
+def clamp(value: Any, low: Any, high: Any) -> Any:
+    """The number between ``low`` and ``high`` that is closest to ``value``: plain numbers, or a tensor between two alike."""
+    return value.clamp(low, high) if isinstance(value, Tensor) else min(max(value, low), high)
+
+
 def each(function: Callable[..., Any], *numbers: list[Any]) -> list[Any]:
-    """Apply the function at each position. Tensors on a GPU are stacked, so that one operator computes all positions."""
-    first = numbers[0][0] if numbers[0] else None
-    if len(numbers[0]) > 1 and isinstance(first, Tensor) and not first.is_cpu and not torch.compiler.is_compiling():
-        return list(function(*[torch.stack(tensors) for tensors in numbers]).unbind())
-    return [function(*at_position) for at_position in zip(*numbers, strict=True)]
+    """Apply the function at each position. A list of one number serves all positions.
+
+    Tensors on a GPU are stacked, so that one operator computes all positions.
+    """
+    count = max(map(len, numbers))
+    columns = [column if len(column) == count else column * count for column in numbers]
+    first = columns[0][0] if count else None
+    if count > 1 and isinstance(first, Tensor) and not first.is_cpu and not torch.compiler.is_compiling():
+        return list(function(*map(torch.stack, columns)).unbind())
+    return list(map(function, *columns))
 
 
 def materialize(numbers: list[Any]) -> list[Any]:

@@ -19,7 +19,7 @@ from ..distributed.shards import sum_over
 from .batches import Batch
 from .options import check_range
 from .scalars import Number, counter, each, materialize
-from .update import Quotient, bias_corrections, evaluate
+from .update import bias_corrections
 
 
 def check_radii(groups: list[dict[str, Any]], trust_region: str) -> None:
@@ -31,7 +31,7 @@ def check_radii(groups: list[dict[str, Any]], trust_region: str) -> None:
 
 
 def step_scales(
-    batches: list[Batch], quotients: list[Quotient], trust_region: str, counters: dict[str, Tensor], mask: Tensor | None
+    batches: list[Batch], updates: list[list[Tensor]], trust_region: str, counters: dict[str, Tensor], mask: Tensor | None
 ) -> tuple[list[Tensor | None], list[Tensor | None]]:
     """η of each trust region, None if it has no gradients in this step; and η of each batch, None outside all trust regions.
 
@@ -41,7 +41,7 @@ def step_scales(
     by_region: list[Tensor | None] = [None] * (max(regions) + 1 if regions else 0)
     by_batch: list[Tensor | None] = [None] * len(batches)
     for region, members in regions.items():
-        parts = [curvature_along_update(batches[i], quotients[i]) for i in members]
+        parts = [curvature_along_update(batches[i], updates[i]) for i in members]
         h = torch.stack([part.to(parts[0].device) for part in parts]).sum()
         eta = step_scale(h, batches[members[0]].group["trust_radius"])
         count_scaled_step(counters, region, eta, mask)
@@ -60,10 +60,9 @@ def batches_by_region(batches: list[Batch], trust_region: str) -> dict[int, list
     return regions
 
 
-def curvature_along_update(batch: Batch, quotient: Quotient) -> Tensor:
+def curvature_along_update(batch: Batch, updates: list[Tensor]) -> Tensor:
     """h = Σ √V̂ ∘ U², this batch's part of it."""
-    terms = evaluate(batch, quotient)
-    torch._foreach_mul_(terms, terms)
+    terms = list(torch._foreach_mul(updates, updates))
     torch._foreach_mul_(terms, root_of_curvature(batch))
     dtype = torch.float32 if terms[0].dtype == torch.bfloat16 else None
     h = torch.stack([term.nan_to_num_(0.0, math.inf).sum(dtype=dtype) for term in terms]).sum()  # 0·∞: no curvature

@@ -2,7 +2,7 @@
 
     M ← β₁M + (1 − β₁)F        V ← β₂V + (1 − β₂)S²        update_averages
     M̂ = M/(1 − β₁ᵗ)            V̂ = V/(1 − β₂ᵗ)             bias_corrections
-    U = α M̂ ⊘ (√V̂ + ε)                                     update_quotient, evaluate
+    U = α M̂ ⊘ (√V̂ + ε)                                     updates_of
     W ← W − ηU                                             apply_update
 
 F is the gradient, and S the Hessian diagonal. In Adam, V averages F² instead; its trust region needs an average of S² too.
@@ -15,21 +15,14 @@ A ``mask`` is a 0-d tensor: 1 for a step that counts, 0 for one that must change
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import bounds
 from .batches import Batch
-from .scalars import Number, each, is_nonzero, is_on_host, materialize, step_numbers
-
-
-class Quotient(NamedTuple):
-    """The parts of U = factor · M ⊘ denominator, which a fused kernel can apply without storing U."""
-
-    denominators: list[Tensor]
-    factors: list[Any]
+from .scalars import Number, each, is_nonzero, is_on_host, step_numbers
 
 
 def regularize(batch: Batch, mask: Tensor | None) -> None:
@@ -113,29 +106,38 @@ def bias_corrections(beta: Number, steps: list[Tensor]) -> list[Any]:
     return list(found)
 
 
-def update_quotient(batch: Batch) -> Quotient:
+def updates_of(batch: Batch) -> list[Tensor]:
     """U = α M̂ ⊘ (√V̂ + ε), written as factor · M ⊘ (√V + ε√(1 − β₂ᵗ)).
 
     U is zero until V has averaged a first square, and more than ``curvature_warmup`` Hessian diagonals.
     """
     group = batch.group
+    if bounds.needs_adam(group):  # first, so that its tensors are gone when the others are made
+        adam, adam_roots = denominators_of(batch, batch.gradient_squares, batch.steps, damped=False)
+        adam_lengths = bounds.norms(batch, divide(batch, adam))
+        del adam
     if batch.squares_gradient:
         squares, steps = batch.gradient_squares, batch.steps
     else:
         squares, steps = batch.curvature_squares, batch.curvature_steps
     denominators, roots = denominators_of(batch, squares, steps, damped=True)
     firsts = bias_corrections(group["betas"][0], batch.steps)
-    ratios = each(lambda root, first: root / (first + (first == 0)), roots, firsts)
-    bounds.clip_entries(batch, denominators, ratios)
-    if bounds.needs_adam(group):
-        adam, adam_roots = denominators_of(batch, batch.gradient_squares, batch.steps, damped=False)
-        adam_ratios = each(lambda adam_root, root: adam_root / (root + (root == 0)), adam_roots, roots)
-        bounds.match_adam(batch, denominators, adam, adam_ratios)
-    factors = each(lambda ratio: group["lr"] * ratio, ratios)
+    if group["update_clip"] is not None:
+        bounds.clip_entries(batch, denominators, each(ratio, roots, firsts))
+    updates = divide(batch, denominators)
+    factors = each(lambda root, first: group["lr"] * ratio(root, first), roots, firsts)
     if batch.curvature_steps and is_nonzero(group["curvature_warmup"]):
         seen = step_numbers(batch.curvature_steps)
         factors = each(lambda factor, count: factor * (count > group["curvature_warmup"]), factors, seen)
-    return Quotient(denominators, materialize(factors))
+    if bounds.needs_adam(group):
+        factors = bounds.match_adam(batch, factors, (bounds.norms(batch, updates), roots), (adam_lengths, adam_roots))
+    torch._foreach_mul_(updates, bounds.for_entries(batch, factors))
+    return updates
+
+
+def ratio(root: Number, first: Number) -> Number:
+    """√(1 − β₂ᵗ)/(1 − β₁ᵗ), by which M ⊘ √V is multiplied for M̂ ⊘ √V̂."""
+    return root / (first + (first == 0))
 
 
 def denominators_of(batch: Batch, squares: list[Tensor], steps: list[Tensor], *, damped: bool) -> tuple[list[Tensor], list[Any]]:
@@ -143,50 +145,45 @@ def denominators_of(batch: Batch, squares: list[Tensor], steps: list[Tensor], *,
     eps, beta2 = batch.group["eps"], batch.group["betas"][1]
     roots = each(lambda correction: correction**0.5, bias_corrections(beta2, steps))
     denominators = list(torch._foreach_sqrt(squares))
-    if damped:
-        bounds.damp(batch, denominators)
-    torch._foreach_add_(denominators, materialize(each(lambda root: eps * root + (root == 0), roots)))
+    if damped and is_nonzero(batch.group["damping"]):
+        terms = bounds.damped(batch, denominators, roots)
+    else:
+        terms = each(lambda root: eps * root + (root == 0), roots)
+    torch._foreach_add_(denominators, bounds.for_entries(batch, terms))
     if isinstance(eps, Tensor) or eps == 0:  # a weight does not change where V is 0
-        denominators = [torch.where(d == 0, torch.inf, d) for d in denominators]
+        denominators = [d.masked_fill_(d == 0, torch.inf) for d in denominators]
     return denominators, roots
 
 
-def evaluate(batch: Batch, quotient: Quotient) -> list[Tensor]:
-    """U = factor · M ⊘ denominator, in tensors that the caller may change."""
-    if batch.pack is None:
-        update = list(torch._foreach_div(batch.momenta, quotient.denominators))
-    else:
-        update = [torch.div(batch.momenta[0], quotient.denominators[0], out=batch.pack.update)]
-    torch._foreach_mul_(update, quotient.factors)
-    return update
+def divide(batch: Batch, denominators: list[Tensor]) -> list[Tensor]:
+    """M ⊘ D. On a CPU, it is written over D or into the pack, since new memory costs more there than the division."""
+    if not is_on_host(denominators[0]):
+        return list(torch._foreach_div(batch.momenta, denominators))
+    memory = denominators if batch.pack is None else [batch.pack.update]
+    return [torch.div(m, d, out=out) for m, d, out in zip(batch.momenta, denominators, memory, strict=True)]
 
 
-def longest_entry(batch: Batch, quotient: Quotient, eta: Tensor | None) -> float:
+def longest_entry(batch: Batch, updates: list[Tensor], eta: Tensor | None) -> float:
     """The largest entry of |ηU|/α. It waits for the device."""
     lr = float(batch.group["lr"])
     if lr == 0:
         return 0.0
-    updates = [u for u in evaluate(batch, quotient) if u.numel()]
+    updates = [u for u in updates if u.numel()]
     longest = float(torch.stack(list(torch._foreach_norm(updates, math.inf))).max()) if updates else 0.0
     return longest * (1.0 if eta is None else float(eta)) / lr
 
 
-def apply_update(batch: Batch, quotient: Quotient, eta: Tensor | None, mask: Tensor | None) -> None:
-    """W ← W − ηU, after decoupled weight decay; η is 1 where it is None."""
+def apply_update(batch: Batch, updates: list[Tensor], eta: Tensor | None, mask: Tensor | None) -> None:
+    """W ← W − ηU, after decoupled weight decay; η is 1 where it is None. It changes U."""
     scale = eta if mask is None else mask if eta is None else eta * mask
     if scale is not None:
         scale = scale.to(batch.params[0].device)
     decay_weights(batch, scale)
-    if scale is None and batch.pack is None and not isinstance(quotient.factors[0], Tensor):
-        factors = [-factor for factor in quotient.factors]
-        torch._foreach_addcdiv_(batch.params, batch.momenta, quotient.denominators, factors)
-        return
-    update = evaluate(batch, quotient)
     if scale is not None:
-        torch._foreach_mul_(update, scale)
-        for u in update:
+        torch._foreach_mul_(updates, scale)
+        for u in updates:
             u.nan_to_num_(0.0, 0.0, 0.0)  # ∞ · 0
-    torch._foreach_sub_(batch.params, update if batch.pack is None else batch.pack.update_views)
+    torch._foreach_sub_(batch.params, updates if batch.pack is None else batch.pack.update_views)
 
 
 def decay_weights(batch: Batch, scale: Tensor | None) -> None:

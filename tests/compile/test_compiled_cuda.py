@@ -50,13 +50,14 @@ def train(model, step, count, sizes=(32,)):
     return torch.stack([step(*batch(sizes[i % len(sizes)])) for i in range(count)])
 
 
+@pytest.mark.parametrize(("backend", "mode"), [("inductor", GRAPH), ("traced", "traced + CUDA graph")])
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_equal_to_eager_mode(make):
+def test_equal_to_eager_mode(make, backend, mode):
     eager, compiled = network(), network()
     expected = train(eager, hesscale.compile_step(eager, loss_fn, make(eager.parameters()), backend="eager"), 30)
-    step = hesscale.compile_step(compiled, loss_fn, make(compiled.parameters()))
+    step = hesscale.compile_step(compiled, loss_fn, make(compiled.parameters()), backend=backend)
     found = train(compiled, step, 30)
-    assert step.mode == GRAPH, step.reason
+    assert step.mode == mode, step.reason
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)  # numbers such as the step size are float32 there
     for name, tensor in compiled.state_dict().items():
         torch.testing.assert_close(tensor, eager.state_dict()[name], rtol=1e-3, atol=1e-4)

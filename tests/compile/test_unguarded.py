@@ -258,6 +258,29 @@ def test_code_of_optimizers(name):
     check(lambda backend: train(backend, Net(), make=make, change=change))
 
 
+@pytest.mark.parametrize("kind", ["a number", "a tensor"])
+def test_a_step_size_that_changes_while_another_graph_runs(kind):
+    def run(backend):
+        model = Net()
+        optimizer = ada(model.parameters())
+        group = optimizer.param_groups[0]
+        group["lr"] = torch.tensor(0.01) if kind == "a tensor" else 0.01
+        step = hesscale.compile_step(model, loss_fn, optimizer, backend=backend)
+        found, modes = [], []
+        for i in range(2 * STEPS):
+            value = (0.01, 0.1, 0.001)[i // 3 % 3]  # each change comes with one of the two batch sizes, and holds for the other
+            if kind == "a tensor":
+                group["lr"].fill_(value)
+            else:
+                group["lr"] = value
+            x, y = batch(i)
+            found.append(float(step(x[: 4 + 4 * (i % 2)], y[: 4 + 4 * (i % 2)])))
+            modes.append(step.mode)
+        return found, modes
+
+    assert check(run)[-1] == "traced"
+
+
 def test_a_scheduler_made_later_leaves_the_step_traced():
     def change(model, optimizer):
         torch.optim.lr_scheduler.StepLR(optimizer, 3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import os
 import subprocess
@@ -18,6 +19,8 @@ from processes import run
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import hesscale
@@ -254,6 +257,45 @@ def in_a_group_of_its_own(rank):
     return [(p.grad, p.hess_diag) for p in model.parameters()]
 
 
+def among_other_groups(rank):
+    """The first process has one group more than the second, so PyTorch would give a new group another name in each."""
+    model = build(perceptron, None)
+    if rank is not None:
+        pair, first = dist.new_group([0, 1]), dist.new_group([0])
+        model = DistributedDataParallel(model, process_group=pair)
+    for step in range(3):
+        hesscale.backward(loss_of(model, *part(batch((4,), step), rank)))
+    if rank == 0:
+        dist.destroy_process_group(first)
+    return [(p.grad, p.hess_diag) for p in model.parameters()]
+
+
+def another_leaf(rank):
+    """One process alone asks for the gradient of its input, so its optimizer has only some of the leaves."""
+    model = build(perceptron, rank)
+    optimizer = hesscale.AdaHesScale(model.parameters(), lr=0.01)
+    for step in range(STEPS):
+        x, y = part(batch((4,), step), rank)
+        x.requires_grad_(rank == 0)
+        optimizer.backward(loss_of(model, x, y))
+        optimizer.step()
+        optimizer.zero_grad()
+    return recorded(model, optimizer)
+
+
+def hooked(rank):
+    """A communication hook sends gradients in a group of its own."""
+    model = build(perceptron, rank)
+    if rank is not None:
+        model.register_comm_hook(dist.new_group([0, 1]), allreduce_hook)
+    optimizer = hesscale.AdaHesScale(model.parameters(), lr=0.01)
+    for step in range(STEPS):
+        optimizer.backward(loss_of(model, *part(batch((4,), step), rank)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return recorded(model, optimizer)
+
+
 def wrapped_again(rank):
     """A model is wrapped again. Only one process still has the first DDP module, which is garbage in the other."""
     model = build(perceptron, None)
@@ -264,6 +306,13 @@ def wrapped_again(rank):
             gc.collect()
     for step in range(3):
         hesscale.backward(loss_of(model, *part(batch((4,), step), rank)))
+    return [(p.grad, p.hess_diag) for p in model.parameters()]
+
+
+def copied(rank):
+    """A DDP module that is a copy: its constructor has not run."""
+    model = copy.deepcopy(build(perceptron, rank))
+    hesscale.backward(loss_of(model, *part(batch((4,), 0), rank)))
     return [(p.grad, p.hess_diag) for p in model.parameters()]
 
 
@@ -390,6 +439,13 @@ def around(rank):
         hesscale.backward(loss_of(inner, *batch((4,), 1)))
         return [p.hess_diag.clone() for p in inner.parameters()]
     return None
+
+
+def drawn_around(rank):
+    """A first pass around the DDP module with random estimates, for which a seed is broadcast: no diagonals are sent."""
+    model = build(perceptron, rank)
+    hesscale.AdaHessian(model.parameters()).backward(loss_of(model.module, *part(batch((4,), 0), rank)))
+    return [p.hess_diag for p in model.parameters()]
 
 
 def without_sequence_numbers(rank):
@@ -532,6 +588,10 @@ def refusals(rank):
         found["join"] = refused(model, lambda: hesscale.backward(loss_of(model, x, y)))
     optimizer = hesscale.AdaHesScale(model.parameters())
     found["compile_step"] = refused(model, lambda: hesscale.compile_step(model, loss_of, optimizer))
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("batches", "tensor"))
+    inner = parallelize_module(build(perceptron, None), mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    parallel = DistributedDataParallel(inner, device_mesh=mesh["batches"])
+    found["tensor parallelism"] = refused(parallel, lambda: hesscale.backward(loss_of(parallel, x, y)))
     dist.barrier()
     return found
 
@@ -568,7 +628,11 @@ EQUAL = {
     "small buckets, views of them": (trained, ("convolutional",), {"ddp": {**TINY, "gradient_as_bucket_view": True}}),
     "in another order": (in_another_order, (), {}),
     "in a group of its own": (in_a_group_of_its_own, (), {}),
+    "among other groups": (among_other_groups, (), {}),
+    "another leaf": (another_leaf, (), {}),
+    "a hook": (hooked, (), {}),
     "wrapped again": (wrapped_again, (), {}),
+    "copied": (copied, (), {}),
     "a shared trunk, in turn": (shared_trunk, (1,), {}),
     "a shared trunk, in two passes": (shared_trunk, (2,), {}),
     "cleared": (cleared, (), {}),
@@ -600,6 +664,7 @@ OTHERS = {
     "signs": (signs, (), {}),
     "AdaHessian": (drawn, (hesscale.AdaHessian,), {}),
     "GGN-MC": (drawn, (hesscale.GGNMC,), {}),
+    "drawn around the module": (drawn_around, (), {}),
     "by hand": (averaged_by_hand, (), {}),
     "refusals": (refusals, (), {}),
     "divided": (divided, (), {}),
@@ -678,6 +743,11 @@ def test_signs_are_shared_and_samples_are_not(ranks):
         assert any(not torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
     first, second = (ranks[0]["signs"]["AdaHessian", step] for step in range(2))
     assert any(not torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_a_seed_is_not_taken_for_gradients(ranks):
+    found, others = (rank["drawn around the module"] for rank in ranks)
+    assert not any(torch.equal(a, b) for a, b in zip(found, others, strict=True))
 
 
 @pytest.mark.parametrize(("name", "estimator"), [("AdaHessian", "exact"), ("GGN-MC", "ggn")])
@@ -781,19 +851,26 @@ def test_a_killed_run_ends_with_the_same_numbers(tmp_path):
     torch.testing.assert_close(ends[1]["found"], ends[0]["found"], rtol=0, atol=0)
 
 
-def torchrun(script, *arguments, options=()):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *options, str(script)]
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, env=ENVIRONMENT, timeout=240)
+def torchrun(script, *arguments, world_size=2, options=()):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world_size), *options]
+    done = subprocess.run([*command, str(script), *arguments], capture_output=True, text=True, env=ENVIRONMENT, timeout=240)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LOOPS)
-def test_other_peoples_loops_keep_the_processes_equal(name):
+def test_other_peoples_loops_train_like_one_process(name, tmp_path):
     for library in LOOPS[name]:
         pytest.importorskip(library)
-    assert f"{name}: 2 processes" in torchrun(Path(__file__).parent / "ddp_loops.py", name)
+    script, folder = Path(__file__).parent / "ddp_loops.py", str(tmp_path)
+    subprocess.run([sys.executable, str(script), name, folder], check=True, capture_output=True, env=ENVIRONMENT, timeout=240)
+    expected = torch.load(tmp_path / "1_0")
+    assert len(expected["diagonals"]) == STEPS
+    assert all(weight.dtype == torch.float64 for weight in expected["weights"])
+    torchrun(script, name, folder)
+    for rank in (0, 1):
+        torch.testing.assert_close(torch.load(tmp_path / f"2_{rank}"), expected, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.slow

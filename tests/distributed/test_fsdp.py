@@ -126,11 +126,11 @@ def mine(tensors, rank):
 # ways to train: each runs in every process with its rank, and in one with rank None
 
 
-def trained(rank, name, how="optimizer", kind=hesscale.AdaHesScale, fsdp=None, **options):
+def trained(rank, name, how="optimizer", kind=hesscale.AdaHesScale, fsdp=None, count=2, **options):
     make, shape = MODELS[name]
     model = build(make, rank, **(fsdp or {}))
     optimizer = kind(model.parameters(), lr=0.01, **options)
-    count = 2 if rank is None else dist.get_world_size()
+    count = count if rank is None else dist.get_world_size()
     losses = (mean_of_parts(model, batch(shape, step), rank, count) for step in range(STEPS))
     diagonals = [take_step(optimizer, model, loss, how) for loss in losses]
     return {**recorded(model, optimizer), "diagonals": diagonals}

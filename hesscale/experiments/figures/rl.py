@@ -61,8 +61,8 @@ class Settings:
     minibatches: int = option(0, "number of minibatches in each pass; 0 for 32")
     target_kl: float = option(
         0.0,
-        "adapt the trust radius of each of the policy's networks after every 2048 steps, so that its part of the KL divergence "
-        "between the policies before and after comes closer to this target; 0 for constant radii",
+        "let PPO adapt the trust radius of each of the policy's networks after every update, so that its part of the KL "
+        "divergence from the old policy comes closer to this target; 0 for constant radii",
     )
     width: int = option(64, "number of units in each hidden layer")
     entropy: float = option(0.0, "coefficient of the entropy bonus")
@@ -120,7 +120,7 @@ def tasks(settings: Settings) -> list[Config]:
     for seed, env, algo, (name, size), radius in cells:
         own = {name: getattr(settings, name) for name in OF_PPO} if algo == "ppo" else {}
         if AGENT_OPTIMIZERS[name].is_scaled:
-            own |= {"trust_radius": radius, "target_kl": settings.target_kl}
+            own |= {"trust_radius": radius} | ({"target_kl": settings.target_kl} if algo == "ppo" else {})
         found[Config(algo, env, name, size, seed, steps[env], **shared, **own)] = None
     return list(found)
 

@@ -51,8 +51,10 @@ PRESETS = {
 def tasks(settings: Settings) -> list[Config]:
     """The agents of these settings, and untrained agents, whose return has the score 0."""
     trained = rl.tasks(settings)
-    unused = {"step_size": 0.0, "trust_radius": Config.trust_radius, "target_kl": Config.target_kl}
-    floor = [dataclasses.replace(task, optimizer=UNTRAINED, **unused) for task in trained]
+    radius, target = Config.trust_radius, Config.target_kl  # untrained agents use neither
+    floor = [
+        dataclasses.replace(task, optimizer=UNTRAINED, step_size=0.0, trust_radius=radius, target_kl=target) for task in trained
+    ]
     return list(dict.fromkeys([*trained, *floor]))
 
 

@@ -39,8 +39,8 @@ class Config:
         rollout: steps between updates; 0 for the algorithm's default, 5 (A2C) or 2048 (PPO).
         gamma: the discount factor γ.
         gae_lambda, clip, epochs, minibatches: of PPO; A2C does not use them. 0 epochs or minibatches mean 10 and 32.
-        target_kl: for scaled optimizers. After every 2048 steps or more, the trust radius of each of the policy's networks
-            adapts, so that its part of the KL divergence over these steps comes closer to this target. 0 for constant radii.
+        target_kl: for PPO with a scaled optimizer. After each update, the trust radius of each of the policy's networks adapts,
+            so that its part of the KL divergence comes closer to this target. 0 for constant radii.
         width: the number of units in each hidden layer.
         entropy: the coefficient of the entropy bonus.
         backend: of :func:`hesscale.compile_step`.

@@ -14,13 +14,12 @@ from torch import Tensor
 
 from ...compile.ensemble import ensemble
 from ...compile.step import CapturedStep, compile_step
-from ...optim import CurvatureOptimizer, adapt_trust_radius
+from ...optim import CurvatureOptimizer
 from ..lab.store import seeded
 from ..optimizers import AGENT_OPTIMIZERS, UNTRAINED
 from .clipping import with_clipped_gradients
 from .config import OWN, Config
 from .networks import Agent, AgentBatch, Array, Categorical, Gaussian
-from .policy_change import PolicyChange
 from .tuning_free import TuningFree
 from .vector_env import Rollout, VectorEnv
 
@@ -59,7 +58,6 @@ class Algorithm:
         self.agent_batch = AgentBatch(self.agents)
         self.shuffles = [torch.Generator().manual_seed(config.seed) for config in configs]
         self.optimizers = [optimizer_for(agent, config) for agent, config in zip(self.agents, configs, strict=True)]
-        self.policy_change = PolicyChange(self.agent_batch) if self.config.target_kl else None
         self.compile: Callable[..., None] = lambda *_: None
         self.are_step_sizes_new = True  # whether they have changed since the last step
         self.step = self.make_step()
@@ -124,8 +122,6 @@ class Algorithm:
             return
         with self.own_random_numbers():
             self.learn(rollout)
-        if self.policy_change is not None and self.policy_change.observe(rollout.observations):
-            self.adapt_trust_radii(self.policy_change)
         for k in [k for k in self.envs.active if self.optimizers[k].nonfinite_steps]:
             self.envs.stop(k)
         self.keep()
@@ -133,18 +129,6 @@ class Algorithm:
             with torch.no_grad():
                 for k in self.envs.active:
                     self.metrics[k] = self.measure(k)
-
-    @torch.no_grad()
-    def adapt_trust_radii(self, change: PolicyChange) -> None:
-        """Adapt trust radii, so that each policy network's part of the KL divergence comes closer to the target."""
-        parts = change.divergences(self.agent_batch)
-        for k in self.envs.active:
-            groups = dict(zip(self.agents[k].networks, self.optimizers[k].param_groups, strict=True))
-            for name, part in parts.items():
-                if part[k].isfinite():  # otherwise, the agent has diverged, and stops at its next action
-                    adapt_trust_radius([groups[name]], float(part[k]), self.config.target_kl)
-        self.are_step_sizes_new = True
-        change.start(self.agent_batch)
 
     def compare(self, rollout: Rollout, other: Rollout) -> None:
         if not rollout.begins_like(other):
@@ -240,7 +224,6 @@ class Algorithm:
             "counters": {name: count.clone() for name, count in self.optimizers[k].counters.items()},
             "random_state": self.random_state,
             "shuffle": self.shuffles[k].get_state(),
-            **({} if self.policy_change is None else {"policy_change": self.policy_change.state(k)}),
         }
 
     def policy(self, k: int) -> dict[str, Any]:
@@ -268,8 +251,6 @@ class Algorithm:
         self.random_state = state["random_state"]
         self.step, self.is_warm = self.make_step(), self.is_eager  # `again` would continue with the optimizers' old state
         self.shuffles[k].set_state(state["shuffle"])
-        if self.policy_change is not None:
-            self.policy_change.load(k, state["policy_change"])
         self.kept = {}
         self.keep()
 

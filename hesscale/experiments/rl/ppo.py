@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from ...losses import clipped_value_loss, value_loss
+from ...optim import adapt_trust_radius
 from .config import Config
 from .learner import Algorithm, explained_variance
 from .networks import Agent, AgentBatch
@@ -51,7 +52,8 @@ class PPO(Algorithm):
         advantages = gae(rollout.rewards, values, next_values, over, rollout.ended, config.gamma, config.gae_lambda)
         observations, actions = torch.from_numpy(rollout.observations), torch.from_numpy(rollout.actions)
         known = [torch.from_numpy(array) for array in (advantages, advantages + values, values)]
-        old = self.agent_batch.log_prob(observations, actions)
+        policy = self.agent_batch.policy(observations)
+        old = self.agent_batch.kind.log_prob(policy, actions)
         self.batch = [observations, actions, known[0], known[1], old, known[2]]
         agents = torch.arange(len(self.agents))[:, None]
         for _ in range(self.epochs):
@@ -59,6 +61,19 @@ class PPO(Algorithm):
             chosen = torch.stack(orders, 1)  # (minibatches, agents, samples)
             for minibatch in zip(*[tensor[agents, chosen] for tensor in self.batch], strict=True):
                 self.update(*minibatch)
+        if config.target_kl:
+            self.adapt_trust_radii(observations, policy)
+
+    def adapt_trust_radii(self, observations: Tensor, old: Mapping[str, Tensor]) -> None:
+        """Adapt the radius of each policy network by its part of the KL divergence from the old policy."""
+        self.agent_batch.refresh()
+        parts = self.agent_batch.kind.divergences(old, self.agent_batch.policy(observations))
+        for k in self.envs.active:
+            groups = dict(zip(self.agents[k].networks, self.optimizers[k].param_groups, strict=True))
+            for name, part in parts.items():
+                if part[k].isfinite():  # otherwise the agent has diverged, and stops at its next action
+                    adapt_trust_radius([groups[name]], float(part[k]), self.config.target_kl)
+        self.are_step_sizes_new = True
 
     def measure(self, k: int) -> dict[str, float]:
         observations, actions, advantages, returns, old, values = [tensor[k] for tensor in self.batch]
