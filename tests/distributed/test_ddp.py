@@ -53,7 +53,7 @@ def perceptron():
 
 
 def convolutional():
-    layers = [nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.Tanh(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(12, 3)]
+    layers = [nn.Conv2d(1, 3, 3, bias=False), nn.BatchNorm2d(3), nn.Tanh(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(12, 3)]
     return nn.Sequential(*layers)
 
 
