@@ -23,4 +23,4 @@ class CompileWarning(UserWarning):
 
 
 class NeedsEagerPass(RuntimeError):
-    """Tracing needs a fact that only a pass in eager mode, with real numbers, can find out. Run one, and then trace again."""
+    """Tracing needs information that only an eager pass with real numbers can provide. Run one, and then trace again."""

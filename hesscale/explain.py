@@ -1,4 +1,4 @@
-"""What hesscale would do with a loss, operator by operator, and what it knows at all."""
+"""A report on how hesscale handles each operator of a loss, and the list of all operators with a rule."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def explain(
         0 (Linear)
           MmBackward0       4×2     bilinear: y = A B: s_A = s (B²)ᵀ, s_B = (A²)ᵀ s
             exact by rules
-          TBackward0        3×2     linear_maps: the same entries in another place
+          TBackward0        3×2     linear_maps: the same entries in other positions
           0.weight          2×3
         The head needs only rules, which cost next to nothing.
     """
@@ -161,7 +161,7 @@ def explain(
 
 
 def modules_of(steps: Sequence[Step], model: nn.Module, names: dict[int, str]) -> dict[Node, str]:
-    """The module whose parameters a node uses, themselves or transposed and the like; "" if it uses none."""
+    """The module whose parameters a node uses, directly or through a view; "" if it uses none."""
     found: dict[Node, str] = {}
     of_parameters_alone: set[Node] = set()
     for step in reversed(steps):
@@ -182,7 +182,7 @@ def modules_of(steps: Sequence[Step], model: nn.Module, names: dict[int, str]) -
 
 
 def grouped(rows: Sequence[Row]) -> list[Row]:
-    """The rows with those of the same module together, where the first of them stands."""
+    """Rows of the same module are moved together, to the position of the first of them."""
     of: dict[str, list[Row]] = {}
     for row in rows:
         of.setdefault(row.module, []).append(row)
@@ -196,7 +196,7 @@ UNKNOWN = Rule(lambda *_: None, "", "no rule")
 
 
 def lenient_steps(loss: Tensor, method: str) -> tuple[list[Step], dict[str, str]]:
-    """The graph's steps, and for each unsupported operator in it the reason; such a node counts as dense and mixing."""
+    """The graph's steps, and the reason for each unsupported operator, which is treated as having a dense Jacobian."""
     special = BL89 if method == "bl89" else {}
     steps, reasons = [], {}
     order = topological(edge_of(loss)[0])

@@ -32,9 +32,9 @@ MAX_RECORDS = 64
 ONLY_VMAP = "Hessian diagonals cannot be differentiated: of torch.func's transforms, only vmap can be applied to this function"
 ADVICE = {  # what to do about a tensor that a recorded graph cannot contain
     OUTSIDE: "it uses a tensor that is not among its arguments: pass it as one",
-    MAKES: "it makes a tensor of Python data, which no graph would read again: make it outside, and pass it as an argument",
+    MAKES: "it makes a tensor of Python data, which is read only once: make the tensor outside, and pass it as an argument",
 }
-ESCAPED = "it uses a tensor that vmap maps over and that is not among its arguments: pass it as one"
+ESCAPED = "it uses a tensor that vmap maps over, but that is not among its arguments: pass it as one"
 
 
 def grad_and_hess_diag(
@@ -100,7 +100,7 @@ def grad_and_hess_diag(
 
 
 class Transform:
-    """A function to differentiate, and the graphs recorded of it; see :func:`grad_and_hess_diag`."""
+    """A function to differentiate, and the graphs that have been recorded for it; see :func:`grad_and_hess_diag`."""
 
     def __init__(self, fn: Callable[..., Any], argnums: int | tuple[int, ...], has_aux: bool, options: dict[str, Any]) -> None:
         self.fn, self.argnums, self.has_aux, self.options = fn, argnums, has_aux, options
@@ -121,7 +121,7 @@ class Transform:
             raise
 
     def differentiate(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """The loss, its gradients and its Hessian diagonals, by the engine."""
+        """The loss, its gradients and its Hessian diagonals, computed by the engine."""
         places = self.places(len(args))
         chosen, spec = pytree.tree_flatten([args[place] for place in places])
         for leaf in chosen:
@@ -164,7 +164,7 @@ class Transform:
         return f"argument {self.places(len(args))[first.idx]}{pytree.keystr(tuple(path))} is {what}"  # type: ignore[attr-defined]
 
     def replay(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """As :meth:`differentiate`, by a recorded graph, which vmap can map and torch.compile can trace."""
+        """Like :meth:`differentiate`, but by a recorded graph, which vmap can map and torch.compile can trace."""
         flat, spec = pytree.tree_flatten((args, kwargs))
         flat = [fixed(leaf) for leaf in flat]
         tensors = [leaf for leaf in flat if isinstance(leaf, Tensor)]
@@ -201,7 +201,7 @@ class Transform:
         with nothing_around():
             samples = values or [torch.empty_strided(*where, dtype=dtype, device=device) for *where, dtype, device in layouts]
             try:
-                if values is not None:  # raises errors unchanged, and finds out what tracing needs to know
+                if values is not None:  # an eager call raises errors unchanged, and finds what tracing needs
                     with torch.random.fork_rng([value.device for value in values if value.is_cuda]):
                         flattened(*[value.clone() for value in values])
                 graph = functional(trace(flattened, samples), samples)
@@ -227,7 +227,7 @@ def is_traced() -> bool:
 
 @contextlib.contextmanager
 def nothing_around() -> Iterator[None]:
-    """Inside the block, no vmap and no tracing is active."""
+    """Turn off vmap and tracing inside the block."""
     allowed = fake_tensor_tls.allow_non_fake_inputs_override  # torch.compile would treat other tensors as constants
     fake_tensor_tls.allow_non_fake_inputs_override = None
     try:
@@ -246,7 +246,7 @@ def without_autocast(devices: Iterable[str]) -> Iterator[None]:
 
 
 def fixed(leaf: Any) -> Any:
-    """A number's present value, where torch.compile has a symbol."""
+    """The current value of a number that torch.compile represents by a symbol."""
     kind = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}.get(type(leaf))
     return leaf if kind is None else kind(leaf)
 
@@ -257,7 +257,7 @@ def layout_of(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], torch.d
 
 
 def first_of(tensor: Tensor) -> Tensor:
-    """The first of the tensors that vmap maps over."""
+    """The first of the samples that vmap maps over."""
     dims = []
     while torch._C._functorch.is_batchedtensor(tensor):
         dims.append(torch._C._functorch.maybe_get_bdim(tensor))

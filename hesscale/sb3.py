@@ -29,12 +29,12 @@ def with_curvature(
     error.
 
     PPO and A2C train the policy and the value function with one optimizer. With ``trust_region="group"``, each of the two is a
-    parameter group, and so has a trust region of its own.
+    parameter group, and so has its own trust region.
 
-    If you pass a ``trust_radius``, the trust region decides how long a step is. So the default of ``learning_rate`` becomes 1.
+    If you pass a ``trust_radius``, the trust region limits the length of a step. So the default of ``learning_rate`` becomes 1.
     Gradients are not clipped unless you pass ``max_grad_norm``, because the thresholds of Stable-Baselines3 were chosen for Adam.
     The step size of SAC's temperature, which has no trust region, is then 3e-4 for any ``learning_rate``. The radius has the
-    units of the loss, so it suits several environments only if rewards are normalised. Without a ``VecNormalize`` that does so,
+    units of the loss, so it suits several environments only if rewards are normalized. Without a ``VecNormalize`` that does so,
     ``learn`` issues a :class:`hesscale.CurvatureWarning`.
 
     Args:
@@ -54,7 +54,7 @@ def with_curvature(
     if not (isinstance(algorithm, type) and hasattr(algorithm, "train")):
         raise TypeError(
             "with_curvature takes a class of Stable-Baselines3, such as PPO, and returns one; "
-            f"{algorithm!r} is not such a class. Create the agent from what it returns"
+            f"{algorithm!r} is not such a class. Create the agent from the class that it returns"
         )
     if "lr" in optimizer_kwargs:
         raise TypeError("with_curvature takes no lr; pass learning_rate to the algorithm")
@@ -93,12 +93,12 @@ def with_curvature(
 
 
 def trust_region_defaults(algorithm: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, float]:
-    """The options that a trust region changes, for ``algorithm(*args, **kwargs)``, except those that are given."""
+    """The options of ``algorithm(*args, **kwargs)`` whose defaults change with a trust region, except those that are given."""
     names: list[str] = []
     for init in [vars(cls)["__init__"] for cls in algorithm.__mro__ if "__init__" in vars(cls)]:
         parameters = list(inspect.signature(init).parameters.values())[1:]
         names += [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.name not in names]
-        if all(p.kind is not p.VAR_KEYWORD for p in parameters):  # else it passes options on to the next class
+        if all(p.kind is not p.VAR_KEYWORD for p in parameters):  # otherwise, it passes options on to its base class
             break
     defaults = {"learning_rate": 1.0} | ({"max_grad_norm": math.inf} if "max_grad_norm" in names else {})
     given = {*names[: len(args)], *kwargs}
@@ -111,18 +111,18 @@ def has_trust_region(policy: Any) -> bool:
 
 
 def warn_of_raw_rewards(normalizer: Any) -> None:
-    """Warn if rewards are not normalised, given the environment's ``VecNormalize`` or None."""
+    """Warn if rewards are not normalized, given the environment's ``VecNormalize`` or None."""
     if normalizer is None or not normalizer.norm_reward:
         warnings.warn(
-            "trust_radius has the units of the loss, so it depends on the scale of the rewards, and no VecNormalize normalises "
-            "them. Wrap the environment in stable_baselines3.common.vec_env.VecNormalize, or choose the radius for it yourself",
+            "trust_radius has the units of the loss, so it depends on the scale of the rewards, and no VecNormalize normalizes "
+            "them. Wrap the environment in stable_baselines3.common.vec_env.VecNormalize, or tune the radius for it",
             CurvatureWarning,
             stacklevel=3,
         )
 
 
 def separate_critic(policy: Any) -> None:
-    """Divide the parameters of an actor-critic policy into two groups of its optimizer, which has not made a step yet."""
+    """Divide the parameters of an actor-critic policy into two groups of its optimizer, before its first step."""
     parts = [policy.value_net, getattr(policy.mlp_extractor, "value_net", None)]
     if not policy.share_features_extractor:
         parts.append(policy.vf_features_extractor)

@@ -1,4 +1,4 @@
-"""The documentation is true: its Python runs and prints what it says, its links lead somewhere, its operators are all there."""
+"""The documentation is correct: its Python runs and prints what it says, its links work, and it lists all operators."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ PUBLIC = [(module, name) for module in MODULES for name in module.__all__]
 
 
 def located(path: str) -> object:
-    """What a page names: an object in a module, even if a function of the package has the module's name, or a module."""
+    """The object that a page names: one in a module, even if a function of the package has the module's name, or a module."""
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(module), name, None) or importlib.import_module(path)
 

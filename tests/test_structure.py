@@ -1,4 +1,4 @@
-"""The package stays readable: short files, and one name per test file."""
+"""Files of the package are short, and names of test files are unique."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ TOGETHER = dataclasses.replace(EXPERIMENT, run_together=run_together, kind=kind)
 
 
 def numbers(store: Store, task: dict[str, Any]) -> tuple[Any, ...]:
-    """All that came out of a finished run, as values that can be compared."""
+    """All results of a finished run, as values that can be compared."""
     result = store.result("toy", task)
     assert result is not None, f"{task} is not finished"
     return {**result.values, "end": result.values["end"].tolist()}, result.metrics

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def overlaps(tensors: Sequence[Tensor]) -> list[int]:
-    """A number for each tensor, the same for those whose memory overlaps, directly or through others."""
+    """A group number for each tensor. Tensors whose memory overlaps, directly or through others, have the same number."""
     spans = sorted([(str(t.device), *span(t), i) for i, t in enumerate(tensors)])
     found, end_of_cluster, first = [0] * len(spans), ("", 0), 0
     for device, start, end, i in spans:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class CudaGraph:
-    """A captured run of code. Some arguments stay at one address; the others are copied to the graph's memory before each replay.
+    """A CUDA graph of some code. It reads some arguments in place, and copies the others to its own memory before each replay.
 
     Args:
         run: the code.
@@ -24,7 +24,7 @@ class CudaGraph:
         self.copied = {i: empty_like(arguments[i]).copy_(arguments[i]) for i in copied}
         self.fixed = [i for i in range(len(arguments)) if i not in self.copied]
         self.addresses = [arguments[i].data_ptr() for i in self.fixed]
-        self.kept = [self.copied.get(i, tensor) for i, tensor in enumerate(arguments)]  # keeps their memory from being freed
+        self.kept = [self.copied.get(i, tensor) for i, tensor in enumerate(arguments)]  # references, so that no memory is freed
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
             self.outputs = list(run(*self.kept))

@@ -1,4 +1,4 @@
-"""TorchDynamo captures the forward pass and guards it: a graph is used only while every value that its code read is the same."""
+"""TorchDynamo captures the forward pass and guards it: a graph is used only while all values that the code reads are the same."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class ForwardGraph(NamedTuple):
     """The forward pass as a graph of torch's operators.
 
     Attributes:
-        run: takes parameters, buffers and all other tensors as arguments, in the order in which they were met.
-        loss: the index of the loss among its outputs. The others are tensors that the model keeps.
-        outputs: how many outputs there are.
-        is_pure: whether the code only computes: it sets no attributes, and reaches no tensor through two names.
+        run: takes parameters, buffers and all other tensors as arguments, in the order in which the code reads them.
+        loss: the index of the loss among the outputs. The others are tensors that the model stores in attributes.
+        outputs: the number of outputs.
+        is_pure: whether the code sets no attributes and reads no tensor under two names.
     """
 
     run: Callable[..., Sequence[Any]]
@@ -51,12 +51,12 @@ GLOBAL_HOOKS = [  # Dynamo does not guard these
     module._global_backward_hooks,
     module._global_backward_pre_hooks,
 ]
-HAS_GLOBAL_HOOKS = "hooks are registered for all modules, which no graph would call"
-HAS_FUNCTION_MODE = "a TorchFunctionMode is active, which would see the operators of the graph once more"
+HAS_GLOBAL_HOOKS = "hooks are registered for all modules, which a graph would not call"
+HAS_FUNCTION_MODE = "a TorchFunctionMode is active, which would be called for the operators of the graph again"
 
 
 class NotCaptured(Exception):
-    """The forward pass cannot be captured. Nothing has run."""
+    """The forward pass cannot be captured. No code of the model has run."""
 
     is_lasting = True  # another attempt with a batch like this one would fail too
 
@@ -68,7 +68,7 @@ class TooManyGraphs(NotCaptured):
 
 
 class UnguardedState(NotCaptured):
-    """State of the whole process, such as global hooks, keeps the forward pass from being captured or guarded."""
+    """Global state, such as hooks for all modules, prevents the forward pass from being captured or guarded."""
 
     is_lasting = False
 
@@ -78,13 +78,12 @@ class InputsOnly(Exception):
 
 
 class Captured:
-    """A loss function, captured: ``(model, *batch) -> loss``.
+    """A loss function that Dynamo captures.
 
     Args:
         loss_fn: ``(model, *batch) -> loss``.
-        make_runner: returns the function that is called in place of a forward graph: it takes the inputs of the graph, and
-            returns what the graph returns. It is called when the guards of the graph hold; after it, Dynamo's code sets the
-            attributes that the model sets.
+        make_runner: returns the function that is called in place of a forward graph. That function has the inputs and outputs of
+            the graph. It is called if the guards of the graph hold. Dynamo's code then sets the attributes that the model sets.
     """
 
     def __init__(self, loss_fn: LossFunction, make_runner: Callable[[ForwardGraph], Runner]) -> None:
@@ -105,7 +104,7 @@ class Captured:
         def closure(model: nn.Module, *batch: Any) -> Tensor:
             return loss_fn(model, *batch).clone()
 
-        # Dynamo keeps its graphs by code object, so every step needs a code object of its own.
+        # Dynamo caches graphs by code object, so every step needs its own code object.
         closure.__code__ = closure.__code__.replace(co_name=getattr(loss_fn, "__name__", type(loss_fn).__name__))
         self.closure = closure
         self.compiled: Callable[..., Tensor] = torch.compile(closure, backend=backend, fullgraph=True, dynamic=False)
@@ -172,7 +171,7 @@ class Captured:
         return next((entry.guard_manager for entry in entries if entry.code is function.__code__), None)
 
     def failed_guard(self, guards: Any, model: nn.Module, batch: Sequence[Any]) -> str:
-        """Which of these guards does not hold, in Dynamo's words; empty if all hold."""
+        """Dynamo's description of the guard that does not hold; empty if all hold."""
         if guards is None:
             return "the graph is gone"
         frame = {"model": model, "batch": batch, "loss_fn": self.loss_fn}
@@ -182,7 +181,7 @@ class Captured:
         return "; ".join([part.partition("  #")[0].strip() for part in failed]) or "a guard"
 
     def inputs(self, function: Callable[..., Tensor], model: nn.Module, batch: Sequence[Any]) -> tuple[Runner, Sequence[Any]]:
-        """The function that is called in place of the graph, and its inputs. Neither is run."""
+        """The function that is called in place of the graph, and its inputs. The function is not run."""
         self.inputs_only = True
         try:
             with contextlib.suppress(InputsOnly):
@@ -194,7 +193,7 @@ class Captured:
         return found
 
     def capture(self, model: nn.Module, batch: Sequence[Any]) -> None:
-        """Have Dynamo capture a graph, without running it."""
+        """Capture a graph with Dynamo, without running it."""
         if len(self.runners) >= MAX_GRAPHS:
             raise TooManyGraphs(TOO_MANY)
         if self.compiled is self.closure:
@@ -209,7 +208,7 @@ class Captured:
 
 
 def check_process() -> None:
-    """Refuse state of the process that Dynamo does not guard."""
+    """Raise UnguardedState for global state that Dynamo does not guard."""
     if any(GLOBAL_HOOKS):
         raise UnguardedState(HAS_GLOBAL_HOOKS)
     if has_function_mode():
@@ -219,9 +218,10 @@ def check_process() -> None:
 
 
 def aliases_of(batch: Sequence[Any]) -> Sequence[Any]:
-    """The batch as new tensor objects on the same memory; a tensor that occurs twice stays one tensor.
+    """The batch with new tensor objects that share its memory. A tensor that occurs twice remains one object.
 
-    If a tensor of the batch is also a global variable that the code reads, Dynamo makes them one input, without a guard.
+    Without this, if a tensor of the batch is also a global variable that the code reads, Dynamo makes both one input without a
+    guard.
     """
     leaves, spec = pytree.tree_flatten(batch)
     others = {id(leaf): leaf.detach() for leaf in leaves if type(leaf) is Tensor and not leaf.requires_grad}
@@ -244,7 +244,7 @@ TOO_MANY = (
 
 @contextlib.contextmanager
 def capture_config() -> Iterator[None]:
-    """Dynamo's settings for one capture: guard everything that can be guarded, and capture recurrent layers."""
+    """Dynamo's settings for a capture: guard everything that can be guarded, and capture recurrent layers."""
     from torch._dynamo import config
 
     settings: dict[str, Any] = {
@@ -252,7 +252,7 @@ def capture_config() -> Iterator[None]:
         "allow_rnn": True,
         "accumulated_recompile_limit": 2**20,
         "record_runtime_overhead": False,  # it would report to a profiler at every call
-        # Dynamo assumes some values unchanged to save time; the defaults differ between versions of torch.
+        # To save time, Dynamo assumes that some values do not change. The defaults differ between versions of torch.
         "assume_dunder_attributes_remain_unchanged": False,
         "guard_nn_modules_using_dict_tags": False,
         "skip_guards_on_constant_func_defaults": False,
@@ -266,7 +266,7 @@ def capture_config() -> Iterator[None]:
 
 @functools.lru_cache(1)
 def allow_losses() -> None:
-    """Keep each of our losses as one operator of the graph, with its curvature rule: they read nothing but their arguments."""
+    """Keep each of our losses as one operator of the graph, so that its rule applies. A loss reads only its arguments."""
     from torch._dynamo import allow_in_graph
 
     for name in losses.__all__:
@@ -274,7 +274,7 @@ def allow_losses() -> None:
 
 
 def forward_graph(graph: GraphModule) -> ForwardGraph:
-    """Dynamo's graph, without its last operator: the ``clone`` by which the closure marks the loss."""
+    """Dynamo's graph without its last operator, the ``clone`` by which the closure marks the loss."""
     check_sources(graph)
     *_, mark, output = graph.graph.nodes
     outputs: Any = output.args[0]
@@ -288,14 +288,14 @@ def forward_graph(graph: GraphModule) -> ForwardGraph:
 
 
 def output_graph() -> Any:
-    """Dynamo's record of the graph that it is capturing."""
+    """Dynamo's ``OutputGraph`` of the capture that is running."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     return InstructionTranslator.current_tx().output
 
 
 def is_pure(graph: GraphModule) -> bool:
-    """Whether the code that is being captured has no side effects in Python, and reaches no tensor through two names."""
+    """Whether the code that is being captured has no side effects in Python, and reads no tensor under two names."""
     output = output_graph()
     inputs = [node.meta["grapharg"].source for node in graph.graph.nodes if node.op == "placeholder" and "grapharg" in node.meta]
     twice = [guard.create_fn.keywords["source_b"] for guard in output.guards if guard.create_fn_name() == "DUPLICATE_INPUT"]
@@ -332,7 +332,7 @@ def is_code_of(value: Any, codes: set[Any]) -> bool:
     return isinstance(value, FunctionType) and value.__code__ in codes
 
 
-UNGUARDED = {  # values that are read by this code may change without a guard failing
+UNGUARDED = {  # Dynamo does not guard values that this code reads
     os.getenv.__code__: "the environment",
     os.environ.encodekey.__code__: "the environment",
     Mapping.__contains__.__code__: "which keys a mapping has",
@@ -342,7 +342,7 @@ UNGUARDED_NAMES = {"mapping_get": "which keys a mapping has"}  # Dynamo's own co
 
 
 def check_sources(graph: GraphModule) -> None:
-    """Refuse graphs with values that may change by the next step and have no guard."""
+    """Raise NotCaptured if the graph contains values that may change by the next step and are not guarded."""
     for code in output_graph().tracing_context.traced_code:
         if what := UNGUARDED.get(code) or UNGUARDED_NAMES.get(code.co_name):
             raise NotCaptured(f"it reads {what}, which TorchDynamo does not guard")
@@ -351,7 +351,7 @@ def check_sources(graph: GraphModule) -> None:
 
 
 def check_operator(target: Any) -> None:
-    """Refuse operators that would do something else in Dynamo's graph than in eager mode."""
+    """Raise NotCaptured for operators that Dynamo's graph would run differently than eager mode."""
     name = getattr(target, "__name__", str(target))
     if isinstance(target, HigherOrderOperator):
         what = KNOWN_HIGHER_ORDER.get(name, f"it uses {name}")
@@ -365,7 +365,7 @@ def check_operator(target: Any) -> None:
 
 
 def is_found_by_name(target: Any) -> bool:
-    """Whether the code of a graph calls this function: it looks functions up by name, and this one may have been replaced."""
+    """Whether the name by which a graph calls this function still refers to it. The function may have been replaced."""
     if not isinstance(target, FunctionType) or target.__module__ not in sys.modules or "<locals>" in target.__qualname__:
         return True
     found = getattr(sys.modules[target.__module__], target.__qualname__, target)
@@ -380,7 +380,7 @@ RANDOM_STATE = {"manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_s
 
 
 def reason_of(error: Exception) -> str:
-    """Dynamo's reason in one line: the first line of its message, and its explanation if there is one."""
+    """Dynamo's reason in one line: the first line of the error message, and the explanation if there is one."""
     lines = [line.strip() for line in str(error).splitlines()]
     explanation = next((line.partition(":")[2].strip() for line in lines if line.startswith("Explanation:")), "")
     return f"{first_line(error)} ({explanation})" if explanation else first_line(error)

@@ -35,7 +35,7 @@ def ensemble(
     Each member is trained as if :func:`hesscale.compile_step` had trained ``models[k]`` with ``optimizers[k]`` alone, except for
     random numbers such as those of dropout. Members have the same architecture and the same class of optimizer. Options that are
     numbers (step size, trust radius, betas …) may differ between members, and may change later. You can still use the models.
-    With ``how="vmap"``, their parameters, buffers and optimizer state become views of tensors that contain those of all members.
+    With ``how="vmap"``, their parameters, buffers and optimizer state become views of stacked tensors of all members.
 
     TorchDynamo guards the values that the models and ``loss_fn`` read, as for one model. If all members change in the same way,
     the step is compiled again. If members begin to differ in anything but numbers, the step raises a ValueError.
@@ -48,10 +48,10 @@ def ensemble(
         loss_fn: ``loss_fn(model, *batch) -> loss``, as for one model.
         optimizers: one per member.
         batch_dims: the dimension of the batch's tensors that indexes the members, or None if all members share a tensor. It is
-            one value for all tensors, or a sequence with one value for each.
+            one value for all tensors of the batch, or a sequence with one value for each.
         how: ``"vmap"`` runs one graph whose tensors have a dimension for the members. It is fastest for small networks, whose
             kernels take longer to launch than to run. ``"abreast"`` runs the graph of each member, in parallel on a GPU. Use it
-            for convolutions, which vmap makes slow. On a CPU, each member is then bit for bit the same as alone.
+            for convolutions, which vmap makes slow. On a CPU, each member's results are then bit for bit the same as alone.
         backend, cuda_graph, options: as in :func:`hesscale.compile_step`.
 
     Example:
@@ -124,7 +124,7 @@ class Ensemble(CapturedStep):
         outputs = graph.run(options, inputs)
         if self.training.mode is not Mode.EAGER and not graph.forward.is_pure:
             for k, model in enumerate(members.models):  # Dynamo's code sets the attributes that the model sets
-                graph.outputs = tuple([output[k].clone() for output in outputs])  # rows may interleave in memory
+                graph.outputs = tuple([output[k].clone() for output in outputs])  # rows may be interleaved in memory
                 function(model, *signature.batch(members.part(tensors, k)))
             graph.outputs = ()
         losses: Tensor = outputs[graph.forward.loss]
@@ -138,7 +138,7 @@ class Ensemble(CapturedStep):
 
 
 class EnsembleStep(GraphStep):
-    """Steps of all members with one forward graph. Dynamo's code calls it for one member at a time, to set its attributes."""
+    """Steps of all members with one forward graph. Dynamo's code calls it for each member, to set that member's attributes."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class EnsembleStep(GraphStep):
     ) -> None:
         super().__init__(forward, training, members.optimizers[0])
         self.members, self.loss_fn, self.kind = members, loss_fn, kind
-        self.outputs: tuple[Any, ...] = ()  # of the forward graph, for the member whose attributes are being set
+        self.outputs: tuple[Any, ...] = ()  # outputs of the forward graph for the member whose attributes are being set
         self.are_apart = True  # no member's step changes what the forward pass of another reads
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:

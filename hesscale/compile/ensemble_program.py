@@ -27,9 +27,9 @@ class Inputs(NamedTuple):
     Attributes:
         batch: the tensors of the batch.
         signature: the signature of the batch.
-        first_part: the first member's part of the batch. The inputs of every member hold it in place of that member's own part.
+        first_part: the first member's part of the batch. ``inputs`` of every member contain it in place of that member's part.
         inputs: the inputs of the forward graph, for each member.
-        is_unchanged: tells in the middle of a step whether a member's forward graph still holds, with the same inputs.
+        is_unchanged: whether a member's forward graph is still valid during the step, with the same inputs.
     """
 
     batch: Sequence[Tensor]
@@ -106,7 +106,7 @@ class EnsembleProgram(Program):
         return [step.arguments[i] for step in self.steps for i in self.own if i in self.mutated]
 
     def check_others(self, batch: Sequence[Tensor]) -> None:
-        """Refuse a batch and shared tensors that lie where a member's step changes something: the next one would see that."""
+        """Refuse a batch or shared tensors in memory that a member's step changes. The next member would read the change."""
         others = [*batch, *[self.first.arguments[i] for i in self.shared]]
         near = [tensor for tensor in others if storage_address(tensor) in self.storages]
         if near and overlapping_group([near, self.changing_tensors()]) is not None:
@@ -141,7 +141,7 @@ class EnsembleProgram(Program):
 
 
 class StackedProgram(EnsembleProgram):
-    """The members' tensors are rows of one tensor, and vmap maps one graph over the rows."""
+    """The members' tensors are rows of stacked tensors, and vmap maps one graph over the rows."""
 
     def put_tensors(self) -> None:
         if self.shares_memory():
@@ -160,7 +160,7 @@ class StackedProgram(EnsembleProgram):
                     tensor.data = row
 
     def is_of_models(self, i: int) -> bool:
-        """Whether an argument is a parameter or buffer of each member; others may be views of what something else changes."""
+        """Whether an argument is a parameter or buffer of each member. Other arguments may be views of tensors that change."""
         pairs = zip(self.members.models, self.steps, strict=True)
         return all(any(step.arguments[i] is tensor for tensor in tensors_of(model)) for model, step in pairs)
 
@@ -200,9 +200,9 @@ def new_stack(like: Tensor, count: int) -> Tensor:
 
 
 class SeparateProgram(EnsembleProgram):
-    """Members have tensors of their own, and the graph of one member is run for each, on a GPU in parallel.
+    """Each member keeps its own tensors, and the graph of one member runs for each of them; on a GPU, in parallel.
 
-    The arguments are the members' own tensors, those that all of them share, and the batch.
+    The arguments are the members' own tensors, the tensors that all of them share, and the batch.
     """
 
     def put_tensors(self) -> None:
@@ -247,7 +247,7 @@ class SeparateProgram(EnsembleProgram):
 
 
 def side_by_side(code: Code, parts: Sequence[Sequence[Tensor]], streams: Sequence[torch.cuda.Stream]) -> list[Sequence[Tensor]]:
-    """Run the first on the current stream and each of the others on its own, which waits for the current one; then join all."""
+    """Run the first part on the current stream and each other part on its own stream, in parallel, and wait for all of them."""
     here = torch.cuda.current_stream()
     found = []
     for part, stream in zip(parts, [here, *streams], strict=True):

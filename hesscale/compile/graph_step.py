@@ -22,7 +22,7 @@ from .program import Mode, Program
 from .signature import UNUSUAL, tensor_signature
 from .staged import StagedStep
 
-MAX_STEPS = 16  # kept for one forward graph, each for other options of the optimizer
+MAX_STEPS = 16  # cached for one forward graph, one for each set of the optimizer's options
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Training:
         mode, reason: how the last step ran, and why it did not run in a faster mode.
         compilations: how many programs were made.
         last: the object that made the last step; None if the model's own code ran in eager mode.
-        error: the error of a step that was left out. It is raised once the model's attributes are set.
+        error: the error of a skipped step. It is raised once the model's attributes are set.
     """
 
     backend: str
@@ -138,9 +138,9 @@ class ModelStep(GraphStep):
         try:
             return self.run(self.optimizer.signature(), inputs)
         except NonFiniteError as error:
-            if "outputs" not in vars(error):  # of the forward pass, which was made
+            if "outputs" not in vars(error):  # the outputs of the forward pass, if it was completed
                 raise
-            self.training.error = error  # raised once Dynamo's code has set what the model keeps of the forward pass
+            self.training.error = error  # raised once Dynamo's code has set the attributes that the forward pass sets
             return tuple(vars(error).pop("outputs"))
 
     def eager(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
@@ -170,7 +170,7 @@ class FunctionalStep:
         inputs: the inputs of the graph: parameters, buffers, the batch and all other tensors that it reads.
 
     Attributes:
-        arguments: the tensors of the next call: the inputs, the optimizer's state and counters, and its numbers that change.
+        arguments: the tensors of the next call: the inputs, the optimizer's state and counters, and its options that change.
         count: how many of the arguments are inputs.
         roles: for each input, its index among the optimizer's parameters; None if it is not trained.
     """
@@ -205,18 +205,18 @@ class FunctionalStep:
         return self.numbers
 
     def __call__(self, *given: Tensor) -> list[Tensor]:
-        """Make one step on stand-ins for the arguments, and return the outputs of the forward graph, and η."""
+        """Make one step with tensors that stand in for the arguments. Returns the outputs of the forward graph, and η."""
         state, numbers = given[self.count : self.count + len(self.state)], given[self.count + len(self.state) :]
         pairs = zip(given[: self.count], self.requires_grad, strict=True)
         inputs = [x.detach().requires_grad_() if requires_grad else x for x, requires_grad in pairs]
         for x in compress(inputs, self.are_frozen):
-            x._is_param = True  # so that it is an nn.Parameter too, where the head ends
+            x._is_param = True  # makes it an nn.Parameter, which decides where the head ends
         stand_ins = dict(zip(self.parameters, compress(inputs, self.trained), strict=True))
         with self.optimizer.holding(stand_ins, self.layout, iter(state), numbers):
             with torch.enable_grad():
                 outputs = self.forward.run(*inputs)
             loss = outputs[self.forward.loss]
-            known = {id(loss), *map(id, inputs)}  # an input itself, changed in place, takes the place of what it was
+            known = {id(loss), *map(id, inputs)}  # an output may be an input that was changed in place
             if {*map(storage_of, inputs)} & {storage_of(output) for output in outputs if id(output) not in known}:
                 raise CannotTrace("the model keeps a view of one of its tensors or of the batch, which would become a copy")
             results = [output.detach() if output is loss else output.detach().clone() for output in outputs]
@@ -234,7 +234,7 @@ class FunctionalStep:
             optimizer.prepare()
             try:
                 state = optimizer.tensors(self.layout, self.parameters)
-            except KeyError:  # some of the state is gone
+            except KeyError:  # the optimizer no longer has some of the state
                 return False
             if signatures(state) != self.state_signatures:
                 return False
@@ -244,11 +244,11 @@ class FunctionalStep:
 
     @property
     def repeats_itself(self) -> bool:
-        """Whether all steps do the same: Dynamo's code has no side effects, and no step leaves curvature out."""
+        """Whether all steps do the same: Dynamo's code has no side effects, and every step computes curvature."""
         return self.forward.is_pure and self.optimizer.repeats_itself
 
     def warmed_up(self, arguments: Sequence[Tensor], steps: float) -> list[Tensor]:
-        """The arguments as if so many more steps with curvature had been made: weights move only after ``curvature_warmup``."""
+        """The arguments as if that many more steps with curvature had been made: weights move only after ``curvature_warmup``."""
         names = [""] * self.count + [name for _, names in self.layout.state for name in names]
         names += [""] * (len(arguments) - len(names))
         pairs = zip(names, arguments, strict=True)
@@ -279,7 +279,7 @@ class ModelProgram(Program):
         self.mutated_inputs = [i for i in self.mutated if i < step.count]
         self.addresses: list[int] = []  # of the inputs that it changes
         self.storages: set[int] = set()  # of all arguments that it changes
-        self.state: list[Tensor] = []  # for which these hold
+        self.state: list[Tensor] = []  # the optimizer's tensors for which addresses and storages are valid
 
     def fits(self, inputs: Sequence[Any]) -> bool:
         if not self.step.fits(inputs):
@@ -306,7 +306,7 @@ class ModelProgram(Program):
         return self.step.warmed_up(self.arguments, self.step.optimizer.curvature_warmup)
 
     def copied_arguments(self, moved: set[int]) -> set[int]:
-        """All but parameters, the tensors that the step changes, and buffers that have not moved: those are read in place."""
+        """All arguments except parameters, tensors that the step changes, and buffers that have not moved."""
         stay = {id(buffer) for buffer in self.model.buffers()}
         stay -= {id(self.arguments[i]) for i in moved}
         inputs = [(i, self.arguments[i]) for i in self.read_only]

@@ -1,4 +1,4 @@
-"""An optimizer's options in a graph. A number is a constant of the graph until it first changes, and an argument from then on."""
+"""An optimizer's options in a graph. A number is a constant of the graph until it first changes. Then it becomes an argument."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Hyperparameters:
         self.has_tensors = False  # a tensor may change in place, so it has to be copied every time
         self.constants: tuple[object, ...] = ()
         self.getters: list[Callable[[dict[str, Any]], Any]] = []
-        self.has_lists = False  # a list may change in place, so its entries have to be read every time
+        self.has_lists = False  # a list may change in place, so its entries have to be read at every step
         self.last: list[Any] = []
         self.tensors: dict[Option, tuple[Any, Tensor]] = {}  # the value that each argument was last set to, and its tensor
 
@@ -55,7 +55,7 @@ class Hyperparameters:
         """Turn step sizes, tensors, and every number that has ever changed into arguments; the other options stay constants."""
         changed = {*self.arguments, *more_arguments}
         changed.update(option for option, value in values.items() if has_changed(self.values.get(option), value))
-        whole = {option[:2] for option in changed}  # torch's Adam takes either all or none of a tuple as tensors
+        whole = {option[:2] for option in changed}  # torch's Adam takes tensors for all entries of a tuple or for none
         self.values = values
         self.arguments = [o for o, value in values.items() if is_number(value) and (o[1] == "lr" or o[:2] in whole)]
         self.has_tensors = any(isinstance(values[option], Tensor) for option in self.arguments)

@@ -33,7 +33,7 @@ MAX_CHECKED = 2**30  # bytes
 
 
 def checked(compiler: Any, graph: GraphModule, tensors: Sequence[Tensor], options: dict[str, Any]) -> Callable[..., Any]:
-    """Compiled code, after a check that it does what the graph does, except for rounding."""
+    """Compile the graph, and check that the code gives the same results as the graph, except for rounding."""
     with torch.no_grad():
         apart, draws = separate_draws(graph)
         code: Callable[..., Any] = compiler(
@@ -51,7 +51,7 @@ def checked(compiler: Any, graph: GraphModule, tensors: Sequence[Tensor], option
 
 @contextlib.contextmanager
 def whole_precision() -> Iterator[None]:
-    """Without TF32: its rounding depends on the kernel that is chosen, and would hide other differences."""
+    """Turn off TF32. Its rounding depends on the choice of the kernel, and would hide other differences."""
     cuda: Any = torch.backends.cuda
     cudnn: Any = torch.backends.cudnn
     kinds = cuda.matmul, cudnn.conv, cudnn.rnn
@@ -66,7 +66,7 @@ def whole_precision() -> Iterator[None]:
 
 
 def outcome(run: Callable[..., Any], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """What a graph returns, and its arguments after the run; they are restored. Copies are on the CPU, to spare GPU memory."""
+    """Copies of the outputs of a graph, and of its arguments after the run, on the CPU. The arguments are restored."""
     before = on_cpu(tensors)
     try:
         with torch.random.fork_rng({tensor.device for tensor in tensors if tensor.is_cuda}):

@@ -20,24 +20,24 @@ from torch.utils import _pytree as pytree
 from ..errors import NeedsEagerPass
 from .workarounds.strides import without_strides
 
-TRACING = threading.RLock()  # what must hold while a graph is captured or recorded holds for all threads
+TRACING = threading.RLock()  # the settings while a graph is captured or recorded affect all threads
 
 
 class CannotTrace(RuntimeError):
-    """A function does something that no flat graph of tensor operations can hold."""
+    """A function does something that a flat graph of tensor operations cannot represent."""
 
 
 def trace(function: Callable[..., Any], tensors: Sequence[Tensor], *, constants: bool = False) -> GraphModule:
-    """Record what ``function(*tensors)`` does, in-place changes to its arguments included, without running it on real data.
+    """Record the operations of ``function(*tensors)``, including in-place changes of its arguments, without real data.
 
     Args:
         function: does not read the values of tensors, and uses no tensors besides its arguments.
         tensors: examples of its arguments.
-        constants: the graph may hold tensors made from Python data, because the data is known not to change.
+        constants: the graph may contain tensors made from Python data, because the data is known not to change.
 
     Raises:
         CannotTrace: if the function reads values, or uses tensors that are not among its arguments.
-        NeedsEagerPass: if the engine has to see real numbers first.
+        NeedsEagerPass: if the engine needs a pass with real numbers first.
     """
 
     def checked(*given: Tensor) -> Any:
@@ -62,7 +62,7 @@ def trace(function: Callable[..., Any], tensors: Sequence[Tensor], *, constants:
 
 
 def can_be_constant(value: Any, constants: bool) -> bool:
-    """Whether the graph may hold this tensor. It may always hold a single number, such as ``torch.tensor(0.5)``."""
+    """Whether the graph may contain this tensor as a constant. A single number, such as ``torch.tensor(0.5)``, always may be."""
     return isinstance(value, Tensor) and not isinstance(value, FakeTensor) and (constants or value.dim() == 0)
 
 
@@ -73,8 +73,8 @@ def while_tracing() -> Iterator[None]:
     compiling = torch.compiler._is_compiling_flag
     fuses = torch._C._get_mkldnn_enabled()
     Distribution.set_default_validate_args(False)
-    torch._C._set_mkldnn_enabled(False)  # it fuses recurrent layers, and no graph could hold their workspace
-    torch.compiler._is_compiling_flag = True  # torch's optimizers and ours ask for it before they read a number
+    torch._C._set_mkldnn_enabled(False)  # it fuses recurrent layers, whose workspace a graph cannot contain
+    torch.compiler._is_compiling_flag = True  # torch's optimizers and ours check it before they read a number
     try:
         with torch.autograd.set_multithreading_enabled(False), torch.no_grad():
             yield
@@ -113,7 +113,7 @@ ACCESS = {"__get__", "__set__", "__delete__"}  # access to attributes, such as r
 
 
 class TraceChecks(TorchFunctionMode):
-    """Refuses tensors from outside, which a trace would not notice, and splits foreach operators into one call per tensor.
+    """Refuses tensors that are not arguments, which a trace would not notice, and splits foreach operators into single calls.
 
     vmap cannot map foreach operators, and TorchInductor's code for them is sometimes wrong on a GPU.
     """
@@ -132,7 +132,7 @@ class TraceChecks(TorchFunctionMode):
 
 
 def is_real(value: Any) -> bool:
-    """Whether a value is a tensor with real numbers in it, which does not belong in a trace."""
+    """Whether a value is a tensor with real data, which must not occur in a trace."""
     if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
         return False
     return not torch._C._functorch.is_functorch_wrapped_tensor(value)
@@ -142,7 +142,7 @@ CLAMPS = {"maximum": "clamp_min", "minimum": "clamp_max"}  # if the other operan
 
 
 def apply_to_each(name: str, *args: Any, **kwargs: Any) -> list[Tensor] | None:
-    """Apply the operator of this name to each tensor, as ``_foreach_<name>`` does; an argument that is not a list serves all."""
+    """Apply the operator of this name to each tensor, as ``_foreach_<name>`` does. Arguments that are not lists are shared."""
     in_place = name.endswith("_")
     given = list(args)
     if name.startswith(("addcmul", "addcdiv")) and len(given) == 4:
@@ -171,12 +171,12 @@ def reason_of(error: Exception) -> str:
     return next((reason for sign, reason in REASONS.items() if sign in text), text.partition("\n")[0])
 
 
-LOOKS = "it looks at the values of tensors, as `if loss > 1` or .item() do"
+LOOKS = "it reads the values of tensors, as `if loss > 1` or .item() do"
 OUTSIDE = "it uses a tensor that is neither in the model nor an argument: pass it to the step, or make it a buffer of the model"
 SEEDS = "it sets the state of a random number generator, as checkpointing with dropout does"
-DRAWS = "it draws from its own torch.Generator, which no graph can hold"
+DRAWS = "it draws from its own torch.Generator, which a graph cannot do"
 SIZED = "the shape of one of its tensors depends on values"
-MAKES = "it makes a tensor of Python data, which no graph would read again: pass it to the step, or make it a buffer of the model"
+MAKES = "it makes a tensor of Python data, which is read only once: pass the tensor to the step, or make it a buffer of the model"
 REASONS = {
     "DataDependentOutputException": LOOKS,
     "GuardOnDataDependentSymNode": LOOKS,

@@ -54,7 +54,7 @@ class Members:
                 raise ValueError(f"member {k} has options that differ from member 0's but must not: {', '.join(differing)}")
 
     def signature(self) -> tuple[object, ...]:
-        """The options of the optimizers, which are the same once every number that differs between members is an argument."""
+        """The options that all optimizers have in common. Numbers that differ between members become arguments first."""
         self.check_phases()
         found = [optimizer.signature() for optimizer in self.optimizers]
         if any(other != found[0] for other in found):
@@ -86,7 +86,7 @@ class Members:
                 )
 
     def check_phases(self) -> None:
-        """Curvature must be due for all members at the same steps."""
+        """Raise if curvature is not due for all members at the same steps."""
         every = getattr(self.optimizers[0].optimizer, "period", 1)
         if every > 1:
             counts = [member.optimizer.param_groups[0]["step_count"] for member in self.optimizers]
@@ -101,7 +101,7 @@ class Members:
         return max([optimizer.curvature_warmup for optimizer in self.optimizers])
 
     def check_apart(self, tensors: Sequence[Sequence[Tensor]]) -> None:
-        """Refuse tensors of two members that share memory: both members would change them."""
+        """Raise if tensors of two members share memory, since both members would change them."""
         if (k := overlapping_group(tensors)) is not None:
             raise ValueError(
                 f"member {k} shares memory of parameters, buffers or its optimizer's state with a member before it; give each "
@@ -163,7 +163,7 @@ class Members:
         self.align()
 
     def align(self) -> None:
-        """Members that skipped the step count it too, so curvature stays due for all members at the same steps."""
+        """Count the step for members that skipped it too, so that curvature stays due for all members at the same steps."""
         groups = [optimizer.optimizer.param_groups for optimizer in self.optimizers]
         for same in zip(*groups, strict=True):
             if "step_count" in same[0]:
@@ -182,7 +182,7 @@ def architecture(model: nn.Module) -> object:
 
 
 def make_alike(model: nn.Module, first: nn.Module) -> None:
-    """Give a model's tensors the strides of another's, and its parametrized modules the classes that torch made for the other."""
+    """Give a model's tensors the strides of the first model's, and its parametrized modules the classes of the first model's."""
     for tensor, like in zip(tensors_of(model), tensors_of(first), strict=True):
         if tensor.stride() != like.stride():
             tensor.data = empty_like(like).copy_(tensor.detach())

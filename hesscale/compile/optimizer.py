@@ -54,7 +54,7 @@ class FunctionalOptimizer:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def signature(self) -> tuple[object, ...]:
-        """Everything that decides what a step does and is not a tensor."""
+        """Everything except tensors that determines what a step does."""
         optimizer = self.optimizer
         held = vars(optimizer)
         types = [*held, *map(type, held.values())]
@@ -89,28 +89,29 @@ class FunctionalOptimizer:
         return bool([p for p in self.parameters() if p._backward_hooks or p._post_accumulate_grad_hooks])
 
     def obstacle(self) -> str:
-        """Why a step cannot be traced, as far as that is known before trying; empty if nothing is known."""
+        """Why a step cannot be traced, if that is known without trying; otherwise empty."""
         if self.has_step_hooks():
-            return "the optimizer has step hooks, which no graph would call"
+            return "the optimizer has step hooks, which a graph would not call"
         if self.has_own_step():
-            return "the optimizer's step is code of your own, and what that reads is not guarded"
+            return "the optimizer's step is your own code, and the values that it reads are not guarded"
         if self.has_parameter_hooks():
-            return "a parameter has hooks, which no graph would call"
+            return "a parameter has hooks, which a graph would not call"
         if getattr(self.optimizer, "generator", None) is not None:
-            return "the optimizer draws from a generator of its own, which no graph can hold"
+            return "the optimizer draws from its own generator, which a graph cannot do"
         if other := [type(p).__name__ for p in self.parameters() if type(p) not in (Tensor, nn.Parameter)]:
             return f"a parameter is a {other[0]}"
         return ""
 
     @property
     def repeats_itself(self) -> bool:
-        """Whether all steps do the same: none of them leaves curvature or a calibration out."""
+        """Whether all steps do the same, without steps that skip curvature or calibration."""
         return getattr(self.optimizer, "period", 1) == 1
 
     def train(self, loss: Tensor, other_leaves: Iterable[Tensor] = ()) -> list[Tensor | None]:
         """Make one step with the gradients of a loss, and return its η.
 
-        Gradients do not stay in ``.grad``. The ``.grad`` of ``other_leaves``, which another optimizer trains, is left as it was.
+        Gradients are removed from ``.grad`` afterwards. The ``.grad`` of ``other_leaves``, which another optimizer trains, is not
+        changed.
         """
         check_loss(loss)
         others = [(leaf, leaf.grad) for leaf in other_leaves]
@@ -163,7 +164,7 @@ class FunctionalOptimizer:
         return Layout([found for found in names if found[1]], list(self.counters))
 
     def tensors(self, layout: Layout, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors of a layout; KeyError if the optimizer no longer has some of them."""
+        """The tensors of a layout. Raises KeyError if the optimizer no longer has some of them."""
         state, counters = self.optimizer.state, self.counters
         kept = [map(state[parameters[i]].__getitem__, names) for i, names in layout.state]
         return [*chain.from_iterable(kept), *[counters[name] for name in layout.counters]]
@@ -191,9 +192,9 @@ class FunctionalOptimizer:
     def holding(
         self, stand_ins: Mapping[Tensor, Tensor], layout: Layout, tensors: Iterator[Tensor], numbers: Sequence[Tensor]
     ) -> Iterator[None]:
-        """Inside the block, the optimizer holds stand-ins for its parameters, state and numbers, and changes them in place.
+        """Replace the optimizer's parameters, state and numbers by other tensors inside the block; a step changes those in place.
 
-        Parameters without a stand-in take no part.
+        Parameters without a replacement are left out.
 
         Raises:
             NeedsEagerPass: if the optimizer creates state that was not there.

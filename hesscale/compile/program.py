@@ -47,15 +47,15 @@ class Program(ABC):
 
     @abstractmethod
     def finish(self, results: Sequence[Any]) -> tuple[Any, ...]:
-        """Record a step with the optimizer, and return the results that are the caller's."""
+        """Record a step with the optimizer, and return the results that the caller gets."""
 
     @abstractmethod
     def example(self) -> Sequence[Tensor]:
-        """Arguments for the graph with which weights move, to compare compiled code with the graph."""
+        """Arguments with which a step changes the weights, to compare compiled code with the graph."""
 
     @abstractmethod
     def shares_memory(self) -> bool:
-        """Whether an argument that the graph changes overlaps with another: a compiler must not reorder its operators then."""
+        """Whether an argument that the graph changes overlaps with another one. A compiler must then not reorder operators."""
 
     @abstractmethod
     def copied_arguments(self, moved: set[int]) -> set[int]:
@@ -63,7 +63,7 @@ class Program(ABC):
 
     @abstractmethod
     def repetition(self, batch: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], Tensor] | None:
-        """The last step, which had this batch, as a function of the batch; None if the code alone does not make up a step."""
+        """The last step, which had this batch, as a function of the batch; None if a step does more than run the code."""
 
     def arrange(self, code: Code) -> Code:
         """Code for the whole step, made from code for the graph."""
@@ -74,7 +74,7 @@ class Program(ABC):
         is_enabled = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)  # as torch.no_grad does, in less time
         try:
-            with torch._C._DisableAutocast():  # the graph holds the casts
+            with torch._C._DisableAutocast():  # the graph contains the casts
                 results = self.code(*arguments) if self.cuda_graph is None else self.cuda_graph.replay(arguments)
         finally:
             torch._C._set_grad_enabled(is_enabled)
@@ -82,14 +82,14 @@ class Program(ABC):
         return self.finish(results)
 
     def compile(self) -> None:
-        """Have TorchInductor compile the graph. If that fails, the program stays as it was."""
+        """Compile the graph with TorchInductor. If that fails, the program does not change."""
         if self.shares_memory():
             raise RuntimeError("tensors that it changes share memory with others, which its code would change in another order")
         self.code = self.arrange(compile_graph(self.graph, [tensor.detach() for tensor in self.example()]))
         self.mode = Mode.COMPILED
 
     def capture(self) -> None:
-        """Capture the code in a CUDA graph, and again if a tensor has moved that the graph reads in place."""
+        """Capture the code in a CUDA graph. Capture it again if a tensor that the graph reads in place has moved."""
         moved: set[int] = set()
         copied: set[int] = set()
         if self.cuda_graph is not None:

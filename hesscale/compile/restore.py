@@ -1,4 +1,4 @@
-"""Steps that are undone: models, optimizers and the state of random number generators are restored afterwards."""
+"""Undo training steps: restore models, optimizers and the state of random number generators."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def restored_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     finally:
         if init_group is not None:
             del optimizer._init_group  # type: ignore[attr-defined]
-        is_ours = isinstance(optimizer, CurvatureOptimizer)  # our state is zero initially
+        is_ours = isinstance(optimizer, CurvatureOptimizer)  # the initial state of our optimizers is zero
         for p, entries in optimizer.state.items():
             put_back(entries, beginning.get(p, {}), zero=is_ours)
         put_back(counters, counts, zero=True)

@@ -14,7 +14,7 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.d
 
 
 class Constant:
-    """A value that equals only values of the same type and spelling: 0.0 is not −0.0 and True is not 1, but nan is nan."""
+    """Compares equal only to values of the same type and repr: 0.0 differs from −0.0 and True from 1, but nan equals nan."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -28,7 +28,7 @@ class Constant:
 
 
 class Identity:
-    """Equals only an identity of the same object, and keeps the object alive."""
+    """Compares equal only to an identity of the same object, and keeps the object alive."""
 
     def __init__(self, value: object) -> None:
         self.value = value
@@ -81,7 +81,7 @@ class BatchSignature(NamedTuple):
         return batch
 
 
-UNUSUAL = "it takes a tensor that requires a gradient, or is sparse, nested, conjugated or of a class of its own"
+UNUSUAL = "it takes a tensor that requires a gradient, is sparse, nested or conjugated, or is of a subclass of torch.Tensor"
 
 
 def tensor_signature(tensor: Tensor) -> tuple[object, ...] | None:

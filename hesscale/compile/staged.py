@@ -68,7 +68,7 @@ class StagedStep:
         return self.program(self.program.arguments)
 
     def build(self, inputs: Sequence[Any]) -> None:
-        """Trace the step and compile it, as far as possible."""
+        """Trace the step, and compile and capture it if possible."""
         if self.builds >= MAX_BUILDS:
             self.give_up("the model's tensors or the optimizer's state change their shapes or types again and again")
             return
@@ -95,7 +95,7 @@ class StagedStep:
         started = time.perf_counter()
         try:
             program.compile()
-        except Exception as error:  # whatever went wrong in the compiler, the graph can still run
+        except Exception as error:  # of any kind: the graph can still run without the compiler
             self.reason = f"TorchInductor cannot compile it: {first_line(error)}"
             warn(f"the step runs as a graph that is not compiled; {self.reason}")
         logger.info("compiling took %.1f s", time.perf_counter() - started)
@@ -113,7 +113,7 @@ class StagedStep:
 
 
 def warn(message: str) -> None:
-    """Warn, and point at the innermost calling line that is neither in this package nor in torch."""
+    """Warn at the innermost calling line that is neither in this package nor in torch."""
     frame, level = sys._getframe(), 1
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in ("hesscale", "torch"):
         frame, level = frame.f_back, level + 1

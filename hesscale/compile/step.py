@@ -44,8 +44,8 @@ def compile_step(
 
     TorchDynamo captures ``loss_fn`` and the model. It guards every value that their Python code reads. If one of these values has
     changed, the step is compiled again. The first step with a new graph runs in eager mode. The second step compiles, which takes
-    seconds, and later steps are fast. If a step cannot be captured or compiled, it runs as a graph that is not compiled, or in
-    eager mode, and a :class:`hesscale.CompileWarning` says why.
+    seconds, and later steps are fast. If a step cannot be captured, it runs in eager mode. If it cannot be compiled, its traced
+    graph runs. In both cases, a :class:`hesscale.CompileWarning` says why.
 
     Args:
         model: the first argument of ``loss_fn``.
@@ -75,8 +75,8 @@ def compile_step(
         )
     if backend != "eager" and any(is_sharded(p) for p in model.parameters()):
         raise ValueError(
-            "compile_step takes no DTensors, as under fully_shard (FSDP2) and tensor parallelism. Pass backend='eager', or train "
-            "with optimizer.backward(loss) and optimizer.step()"
+            "compile_step does not support DTensors, as under fully_shard (FSDP2) and tensor parallelism. Pass backend='eager', "
+            "or train with optimizer.backward(loss) and optimizer.step()"
         )
     return CompiledStep(model, loss_fn, FunctionalOptimizer(optimizer, options), Training(backend, cuda_graph))
 
@@ -87,7 +87,7 @@ def check_backend(backend: str) -> None:
 
 
 class CapturedStep(ABC):
-    """A training step whose forward pass TorchDynamo captures; where it cannot, the step runs in eager mode.
+    """A training step whose forward pass TorchDynamo captures. If it cannot, the step runs in eager mode.
 
     Attributes:
         mode: how the last call ran: ``"eager"``, ``"traced"``, ``"compiled"`` or ``"compiled + CUDA graph"``.
@@ -106,7 +106,7 @@ class CapturedStep(ABC):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state of a copy, without graphs: it captures and compiles its own."""
+        """The state for a copy or a pickle, without graphs. A copy captures and compiles its own graphs."""
         own: dict[str, Any] = {"training": replace(self.training, last=None), "captured": None, "refused": {}, "repeat": None}
         return {**self.__dict__, **own}
 
@@ -140,12 +140,12 @@ class CapturedStep(ABC):
             return loss
         except NotCaptured as refusal:
             found: NotCaptured = refusal
-        loss = self.eager(batch, str(found))  # if the loss itself fails, the error is raised here and nothing is remembered
+        loss = self.eager(batch, str(found))  # if the loss function fails, the error is raised here and no refusal is stored
         self.remember(found, batch)
         return loss
 
     def remember(self, refusal: NotCaptured, batch: Sequence[Any]) -> None:
-        """Warn once for each reason not to capture. After many steps in a row without a graph, drop all graphs to make room."""
+        """Warn once for each reason not to capture. After many steps in a row without a graph, drop all graphs."""
         reason = str(refusal)
         if refusal.is_lasting:
             self.refused[BatchSignature.of(batch)[1]] = reason
@@ -167,8 +167,8 @@ class CapturedStep(ABC):
         """Repeat the last step with another batch, without checking that nothing else has changed.
 
         Use it in loops whose steps take less time than the checks. Call the step itself once after every change to its model, its
-        optimizer or their options (a step size, ``load_state_dict`` …), and ``again`` in between. ``again`` does notice batches
-        of another shape, and steps at which curvature is due (``curvature_every``).
+        optimizer or their options (a step size, ``load_state_dict`` …), and ``again`` in between. Batches of another shape, and
+        steps at which curvature is due (``curvature_every``), are still detected.
         """
         tensors, signature = BatchSignature.of(batch)
         is_plain = not signature.obstacle and len({*map(id, tensors)}) == len(tensors)

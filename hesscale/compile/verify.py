@@ -1,4 +1,4 @@
-"""Whether compiled code does what its graph does, except for rounding: compilers have bugs, which would go unnoticed."""
+"""Check that compiled code gives the same results as its graph, except for rounding, to detect bugs of the compiler."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-TOLERANCE, COARSE_TOLERANCE, CHANGE_TOLERANCE = 0.01, 0.05, 0.25  # two numbers may differ by this share of both
+TOLERANCE, COARSE_TOLERANCE, CHANGE_TOLERANCE = 0.01, 0.05, 0.25  # the allowed differences, relative to both numbers
 MAX_OUTLIERS = 0.1  # of a tensor's entries, since a step divides by curvature that may be close to zero
-FLOAT32_EPS = torch.finfo(torch.float32).eps  # sums are computed in float32 at least, whatever they are rounded to
+FLOAT32_EPS = torch.finfo(torch.float32).eps  # sums are computed in float32 or better, and may be rounded afterwards
 
 
 def difference(
@@ -20,14 +20,15 @@ def difference(
     rerun: Callable[[Sequence[Tensor]], Sequence[Tensor]],
     uses_16_bits: bool = False,
 ) -> str:
-    """Where the results of the code differ from those of its graph, in words; empty if they agree.
+    """A description of where the results of the code differ from those of its graph; empty if they agree.
 
     Args:
         expected: what the graph returns, followed by its arguments after the run.
         found: the same for the code.
-        before: the arguments before the run, to compare how they change: a small step hardly shows in their values.
-        rerun: gives ``expected`` for other arguments. Where slightly perturbed arguments change it as much, the difference is
-            rounding: the gradient of a bias before batch norm is nothing but rounding, and an optimizer makes a whole step of it.
+        before: the arguments before the run. Their changes are compared, since a small step hardly affects their values.
+        rerun: returns ``expected`` for other arguments. If slightly perturbed arguments change it as much as the code does, the
+            difference is rounding. For example, the gradient of a bias before batch norm consists of rounding errors only, and an
+            optimizer scales them up to a whole step.
         uses_16_bits: the graph computes in a 16-bit dtype.
     """
     scale, returned = largest(expected), len(expected) - len(before)
@@ -63,7 +64,7 @@ def can_be_perturbed(tensor: Tensor) -> bool:
 
 
 def perturb(tensor: Tensor, every: int, uses_16_bits: bool) -> Tensor:
-    """The tensor, changed by about as much as rounding would: one in ``every`` entries is larger, the others are smaller."""
+    """The tensor, changed by about a rounding error: one in ``every`` entries becomes larger, the others smaller."""
     if not can_be_perturbed(tensor):
         return tensor
     by = 2**-9 if uses_16_bits else 8 * torch.finfo(tensor.dtype).eps
@@ -78,12 +79,12 @@ def uses_16_bits(graph: GraphModule) -> bool:
 
 
 def is_close(a: Tensor, b: Tensor, scale: float, share: float = TOLERANCE, outliers: float = MAX_OUTLIERS) -> bool:
-    """Whether two tensors agree, except for rounding and for a share of outliers among their entries."""
+    """Whether two tensors agree, except for rounding and a fraction of outliers."""
     return count_outliers(a, b, share, rounding(a, scale)) <= (max(1, int(outliers * a.numel())) if can_be_perturbed(a) else 0)
 
 
 def is_close_in_16_bits(a: Tensor, b: Tensor, scale: float) -> bool:
-    """Whether two tensors agree in most entries, or in norm where single entries are only rounding."""
+    """Whether two tensors agree in most entries, or in norm if single entries are dominated by rounding errors."""
     if not a.is_floating_point() or not torch.equal(a.isfinite(), b.isfinite()):
         return torch.equal(a, b)
     if is_close(a, b, scale, COARSE_TOLERANCE, outliers=0.25):
@@ -93,13 +94,13 @@ def is_close_in_16_bits(a: Tensor, b: Tensor, scale: float) -> bool:
 
 
 def outlier_share(change: Tensor, other: Tensor, before: Tensor) -> float:
-    """The share of entries that do not change in the same direction and by about as much; one such entry is not counted."""
+    """The fraction of entries that do not change in the same direction by about the same amount. One such entry is allowed."""
     margin = rounding(change, largest([change])) + 8 * torch.finfo(before.dtype).eps * before.abs()
     return max(0, count_outliers(change, other, CHANGE_TOLERANCE, margin) - 1) / change.numel()
 
 
 def count_outliers(a: Tensor, b: Tensor, share: float, margin: float | Tensor) -> int:
-    """How many entries differ; floating point numbers may differ by this share of both, plus a margin."""
+    """How many entries differ. Floating point numbers may differ by ``share`` times both, plus ``margin``."""
     is_near = (a == b) | (a.isnan() & b.isnan())
     if a.is_floating_point():
         is_near |= (a - b).abs() <= share * (a.abs() + b.abs()) + margin

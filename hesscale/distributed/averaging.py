@@ -30,7 +30,7 @@ UNKNOWN = (
     "the processes have run a collective during this backward pass, but none of the parameters belongs to a "
     "DistributedDataParallel module, so hess_diag is not averaged. If the gradients were averaged, average hess_diag as well"
 )
-# For each DDP module, the gradients that parameters had when a pass left their diagonals in this process
+# For each DDP module, the gradients that parameters had when a pass computed their diagonals without averaging them
 _unsent: weakref.WeakKeyDictionary[DistributedDataParallel, dict[int, tuple[int, int]]] = weakref.WeakKeyDictionary()
 _thread = threading.local()  # .outermost: the open block that averages, if there is one
 Also = Callable[[], list[tuple[Tensor, Tensor]]]
@@ -43,24 +43,24 @@ def averaged_with_gradients(
     *,
     changes_later: bool = False,
 ) -> AbstractContextManager[AveragedPass | None]:
-    """A block around a backward pass: if DDP averages gradients in it, average the Hessian diagonals too.
+    """A context around a backward pass. If DDP averages gradients inside it, the Hessian diagonals are averaged too.
 
-    Blocks may be nested; the outermost one averages. The value of a block is the outermost one.
+    These contexts may be nested. ``__enter__`` returns the outermost one, which averages.
 
     Args:
         leaves: returns the leaves that the loss depends on. It is called only if this process has DDP modules.
         dtype: send the diagonals in this dtype, if it is smaller than their own.
         also: returns pairs of a parameter and another tensor, to average if the parameter's diagonal is averaged.
-        changes_later: whether the block changes diagonals after the pass has filled them, so that they are sent at its end.
+        changes_later: whether diagonals change after the pass has filled them. They are then sent at the end of the context.
     """
     return AveragedPass(leaves, dtype, also, changes_later) if is_distributed() else ONE_PROCESS
 
 
-ONE_PROCESS = nullcontext()  # one for all passes, since even making it takes time at every step
+ONE_PROCESS = nullcontext()  # shared by all passes, to save the time of creating one at every step
 
 
 class AveragedPass(AbstractContextManager["AveragedPass | None"]):
-    """A block of :func:`averaged_with_gradients` where there are several processes."""
+    """The context of :func:`averaged_with_gradients` if there are several processes."""
 
     def __init__(
         self, leaves: Callable[[], Iterable[Tensor]], dtype: torch.dtype | None, also: Also | None, changes_later: bool
@@ -86,7 +86,10 @@ class AveragedPass(AbstractContextManager["AveragedPass | None"]):
         return self
 
     def replica_to_tell(self) -> Replica | None:
-        """The DDP module that a pass has to tell of its progress, so that diagonals are sent meanwhile."""
+        """The DDP module whose :meth:`Replica.filled` and :meth:`Replica.advance` a pass must call; None if there is none.
+
+        These calls let diagonals be sent during the pass.
+        """
         if self.changes_later or len(self.replicas) != 1:  # several modules may fill their parameters in any order
             return None
         replica = self.replicas[0]
@@ -107,7 +110,7 @@ class AveragedPass(AbstractContextManager["AveragedPass | None"]):
                     others = [tensor for also in self.also for p, tensor in also() if id(p) in held]
                     all_reduce_mean(others, replica.group, None)
             if self.collectives in (None, count_collectives(distributed.group.WORLD)) or not self.is_foreign():
-                return  # there were none, or they are FSDP's or a DTensor's
+                return  # no collective has run, or FSDP or a DTensor has run it
             warnings.warn(UNKNOWN, CurvatureWarning, stacklevel=3)
 
     def is_foreign(self) -> bool:
@@ -121,7 +124,7 @@ def is_distributed() -> bool:
 
 
 def check_supported(module: Any) -> None:
-    """Raise for settings of DDP under which diagonals would not be averaged correctly, or a process would wait forever."""
+    """Raise for settings of DDP with which diagonals would not be averaged correctly, or a process would wait forever."""
     found = {
         "join(), for uneven inputs": getattr(getattr(module, "_join_config", None), "enable", False),
         "mixed_precision=": getattr(module, "mixed_precision", None) is not None,
@@ -146,7 +149,7 @@ class Replica:
         self.before = [(p.grad is None, *state(p)) for p in self.params]
         self.gradients = [(p.grad, version(p.grad)) for p in self.params]
         self.collectives = self.count_collectives()
-        self.order: list[Any] = []  # in which the pass fills diagonals, if there is no plan yet
+        self.order: list[Any] = []  # the order in which the pass fills diagonals, if there is no plan yet
         self.planned: PlannedPass | None = None
 
     def begin(self, dtype: torch.dtype | None) -> bool:
@@ -157,25 +160,25 @@ class Replica:
         return self.collectives is not None
 
     def filled(self, p: Tensor) -> None:
-        """The pass has filled this parameter's diagonal."""
+        """Call this when the pass has filled a parameter's diagonal."""
         if self.planned is not None:
             self.planned.filled(p)
         else:
             self.order.append(p)
 
     def advance(self) -> None:
-        """The pass has reached another parameter: send the diagonals that can be sent."""
+        """Call this when the pass reaches a parameter. Sends the diagonals that can be sent."""
         if self.planned is not None:
             self.planned.advance()
 
     def has_communicated(self) -> bool:
         """Whether DDP has averaged gradients in this pass. It does not inside no_sync, or if the pass bypasses the DDP module."""
         if not self.module.require_backward_grad_sync and not self.module.require_forward_param_sync:
-            return False  # it has not, even if another module of the same process group has
+            return False  # if the group has run collectives, another module was averaged
         return self.collectives is None or self.count_collectives() != self.collectives
 
     def count_collectives(self) -> int | None:
-        """How many collectives the groups have run that DDP may send gradients in: a communication hook may use any group."""
+        """How many collectives the groups in which DDP may send gradients have run. A communication hook may use any group."""
         groups = distributed.distributed_c10d._world.pg_map if self.module._comm_hooks else [self.group]
         counts = [count_collectives(group) for group in groups]
         return None if None in counts else sum([count or 0 for count in counts])
@@ -203,10 +206,10 @@ class Replica:
             all_reduce_mean([p.hess_diag for p in found], self.group, dtype)
 
     def check_all_reached(self) -> None:
-        """Raise if the pass has left out parameters that DDP waits for. Then it has not averaged all gradients.
+        """Raise if the pass has not reached some parameters that DDP waits for. DDP has not averaged all gradients then.
 
-        The other processes wait for this one's gradients. DDP raises its own error only in the next forward pass, which this
-        process would not reach: it would wait for the others' diagonals.
+        The other processes wait for this one's gradients. DDP raises its own error only in the next forward pass. This process
+        would not reach it, since it would wait for the other processes' diagonals.
         """
         pairs = zip(self.params, self.gradients, strict=True)
         left_out = {id(p) for p, (gradient, before) in pairs if p.grad is gradient and version(p.grad) == before}
@@ -220,25 +223,25 @@ class Replica:
             )
 
     def note_unsent(self, *, is_sent: bool) -> None:
-        """Note the diagonals that a pass inside no_sync has left in this process, for :func:`check_averaged`."""
+        """Record the diagonals that a pass inside no_sync has not averaged, for :func:`check_averaged`."""
         _unsent.pop(self.module, None)
         if not is_sent and not self.module.require_forward_param_sync:
             _unsent[self.module] = {id(p): gradient_state(p) for p in self.params if getattr(p, "hess_diag", None) is not None}
 
     def own_diagonal(self, p: Any, before: tuple[bool, Tensor | None, int]) -> Tensor | None:
         """This process's accumulated diagonal; None if the parameter had no gradient and the pass has not reached it."""
-        starts_afresh, *earlier = before
+        had_no_gradient, *earlier = before
         diagonal, version = state(p)
         is_filled = diagonal is not earlier[0] or version != earlier[1]
-        return None if starts_afresh and not is_filled else diagonal
+        return None if had_no_gradient and not is_filled else diagonal
 
 
 def check_averaged(groups: Iterable[dict[str, Any]]) -> None:
-    """Raise if diagonals of an optimizer's groups stayed in this process, and a later pass averaged the gradients alone."""
+    """Raise if diagonals of an optimizer's groups were not averaged, but a later pass averaged the gradients."""
     params = [p for group in groups for p in group["params"] if getattr(p, "hess_diag", None) is not None] if _unsent else []
     for module, noted in _unsent.items():
         is_behind = any(id(p) in noted and noted[id(p)] != gradient_state(p) for p in params)
-        if is_behind and module.require_forward_param_sync:  # DDP has prepared to average since
+        if is_behind and module.require_forward_param_sync:  # DDP has left no_sync since
             raise RuntimeError(
                 "a pass inside no_sync() has computed Hessian diagonals, and a later pass averaged the gradients without them, "
                 "so hess_diag differs between the processes. Compute diagonals in the pass that averages the gradients as well"
@@ -246,7 +249,7 @@ def check_averaged(groups: Iterable[dict[str, Any]]) -> None:
 
 
 def gradient_state(p: Tensor) -> tuple[int, int]:
-    """Whether a gradient has changed shows in these numbers."""
+    """Numbers that change whenever a parameter's gradient does."""
     return id(p.grad), version(p.grad)
 
 

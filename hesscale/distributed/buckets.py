@@ -16,7 +16,7 @@ FIRST_BUCKET_BYTES = 2**20  # so that the first all-reduce starts early, as in D
 
 
 class Reduction:
-    """The mean of a bucket, on its way: start with the constructor, end with :meth:`finish`."""
+    """An asynchronous all-reduce of a bucket. The constructor starts it, and :meth:`finish` waits for it."""
 
     def __init__(self, tensors: Sequence[Tensor], group: Any, dtype: torch.dtype | None) -> None:
         self.tensors = tensors
@@ -35,7 +35,7 @@ class Reduction:
 
 
 def all_reduce_mean(tensors: Sequence[Tensor], group: Any, dtype: torch.dtype | None) -> None:
-    """Replace tensors by their means over all processes. The last come first, as in DDP."""
+    """Replace tensors by their means over all processes. The last tensors are sent first, as in DDP."""
     under_way = [Reduction(bucket, group, dtype) for bucket in buckets(list(reversed(tensors)), BUCKET_BYTES, BUCKET_BYTES)]
     for reduction in under_way:
         reduction.finish()

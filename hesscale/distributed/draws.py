@@ -1,7 +1,7 @@
 """Random estimates under DistributedDataParallel (DDP).
 
-Hutchinson's estimate z∘Hz draws z for parameters, which all processes share: for the mean loss, all processes need the same z.
-Draws at the outputs are for samples, which differ between processes: there, the processes must draw independently.
+Hutchinson's estimate z∘Hz draws z for the parameters. An estimate for the mean loss needs the same z in all processes. Other
+estimates draw numbers for each sample. Samples differ between processes, so the processes must draw these numbers independently.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def generator_for(params: Sequence[Tensor], step: int, *, is_shared: bool) -> to
     Its seed derives from that of the first process's default generator, which is broadcast once.
 
     Args:
-        step: the number of the step, so that a run that resumes from a checkpoint does not repeat its first draws.
+        step: the number of the step. It makes sure that a run that resumes from a checkpoint does not repeat earlier draws.
         is_shared: whether all processes draw the same numbers.
     """
     wanted = {id(p) for p in params}

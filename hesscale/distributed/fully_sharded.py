@@ -1,8 +1,9 @@
 """Hessian diagonals under ``fully_shard`` (FSDP2).
 
-FSDP gathers a module's parameters before the module runs, and reduce-scatters their gradients afterwards: every process keeps
-its shard of the mean. The leaves of a graph are the gathered parameters. Their Hessian diagonals are reduce-scattered when the
-pass has filled all of a module, and ``hess_diag`` of a sharded parameter is a DTensor like its ``.grad``.
+FSDP all-gathers a module's parameters before the module runs, and reduce-scatters their gradients afterwards, so that every
+process keeps its shard of the mean. The leaves of a graph are the gathered parameters. Their Hessian diagonals are
+reduce-scattered when the pass has filled all diagonals of a module. ``hess_diag`` of a sharded parameter is a DTensor like its
+``.grad``.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ REFUSED = (
     "train the model under DistributedDataParallel"
 )
 
-# PyTorch 2.13 has renamed it
+# PyTorch 2.13 renamed this function
 REDUCE_SCATTER: Any = getattr(distributed, "reduce_scatter_single", None) or getattr(distributed, "reduce_scatter_tensor", None)
 
 
 def sharded_pass(leaves: Iterable[Tensor]) -> ShardedPass | None:
-    """The part that fully_shard has in a backward pass to these leaves; None if it has gathered none of them.
+    """A :class:`ShardedPass` to these leaves; None if fully_shard has gathered none of them.
 
     Raises:
         UnsupportedOperator: for parameters that are sharded in another way.
@@ -68,8 +69,8 @@ def check_supported(group: Any) -> None:
 class ShardedPass:
     """A backward pass to parameters that fully_shard has gathered.
 
-    Until they are reduced, diagonals are kept in ``hess_diag`` of the gathered parameters. They accumulate there while
-    ``set_requires_gradient_sync(False)`` holds, as the gradients do.
+    Until they are reduced, diagonals are stored in ``hess_diag`` of the gathered parameters. With
+    ``set_requires_gradient_sync(False)``, they accumulate there, as the gradients do.
     """
 
     def __init__(self, groups: list[Any]) -> None:
@@ -81,24 +82,24 @@ class ShardedPass:
             for param in group.fsdp_params
             if hasattr(param, "_unsharded_param")
         }
-        self.starts_afresh: dict[int, bool] = {}
-        self.dtype: torch.dtype | None = None  # in which diagonals are sent, if it is smaller than their own
+        self.overwrites: dict[int, bool] = {}
+        self.dtype: torch.dtype | None = None  # send diagonals in this dtype, if it is smaller than their own
         self.group_of = {id(param): group for group in groups for param in group.fsdp_params}
         self.missing = {id(group): {id(p) for p in group.fsdp_params if p.sharded_param.requires_grad} for group in groups}
-        self.under_way: ShardReduction | None = None  # at most one, since its buffers have the size of a whole module
+        self.pending: ShardReduction | None = None  # at most one, since its buffers have the size of a whole module
         self.reduced: set[int] = set()  # ids of groups
         self.shards: list[tuple[Any, Any]] = []  # parameters, each with this process's shard of its mean
 
     def begin(self, dtype: torch.dtype | None) -> None:
-        """Note which diagonals start afresh, and drop those whose gradients have been reduced without them."""
+        """Record which diagonals the pass overwrites, and drop those whose gradients were reduced without them."""
         self.dtype = dtype
         for key, param in self.by_leaf.items():
-            self.starts_afresh[key] = param.sharded_param.grad is None
+            self.overwrites[key] = param.sharded_param.grad is None
             if param.unsharded_accumulated_grad is None and param._unsharded_param.grad is None:
                 param._unsharded_param.hess_diag = None
 
     def takes(self, leaf: Any, diagonal: Tensor | None) -> bool:
-        """Add a diagonal to a gathered parameter's. Returns False for another leaf, which the caller has to fill."""
+        """Add to the diagonal of a gathered parameter. Returns False for any other leaf, which the caller has to fill."""
         param = self.by_leaf.get(id(leaf))
         if param is None:
             return self.wanted is not None and id(leaf) not in self.wanted
@@ -108,12 +109,12 @@ class ShardedPass:
         missing = self.missing[id(group)]
         missing.discard(id(param))
         if not missing and group.reduce_grads and not reduces_unused(group):
-            self.reduce(group)  # all processes run the same modules, so they come here in the same order
+            self.reduce(group)  # all processes run the same modules, so they do this in the same order
         return True
 
     def add(self, param: Any, diagonal: Tensor | None) -> None:
         leaf = param._unsharded_param
-        if is_sharded(leaf):  # under tensor parallelism too: fully_shard divides this process's part of it
+        if is_sharded(leaf):  # with tensor parallelism as well, fully_shard shards this process's part of the leaf
             (part,) = local_parts([leaf])
             diagonal = None if diagonal is None else local_parts([placed_like(diagonal, leaf)])[0]
         else:
@@ -139,12 +140,12 @@ class ShardedPass:
         self.reduced.add(id(group))
         if members:
             self.wait()
-            self.under_way = ShardReduction(group, members, self.dtype)
+            self.pending = ShardReduction(group, members, self.dtype)
 
     def wait(self) -> None:
-        if self.under_way is not None:
-            self.shards += self.under_way.finish()
-            self.under_way = None
+        if self.pending is not None:
+            self.shards += self.pending.finish()
+            self.pending = None
 
     def finish(self) -> None:
         """Reduce the diagonals of all other groups whose gradients FSDP has reduced. All processes do so in the same order."""
@@ -154,7 +155,7 @@ class ShardedPass:
         self.wait()
         for param, shard in self.shards:
             sharded = param.sharded_param
-            if self.starts_afresh[id(param._unsharded_param)] or getattr(sharded, "hess_diag", None) is None:
+            if self.overwrites[id(param._unsharded_param)] or getattr(sharded, "hess_diag", None) is None:
                 sharded.hess_diag = shard
             else:
                 sharded.hess_diag._local_tensor.add_(shard._local_tensor)
@@ -171,7 +172,7 @@ def reduces_unused(group: Any) -> bool:
 
 
 class ShardReduction:
-    """The mean of the diagonals of gathered parameters, on its way to the processes' shards. It takes ``hess_diag`` from them."""
+    """An asynchronous reduce-scatter of the diagonals of gathered parameters. Sets their ``hess_diag`` to None."""
 
     def __init__(self, group: Any, params: list[Any], dtype: torch.dtype | None) -> None:
         self.params, process_group = params, group.mesh_info.shard_process_group
@@ -181,7 +182,7 @@ class ShardReduction:
         divisor = group.gradient_divide_factor or count
         rows = [rows_of(leaf.hess_diag, param, process_group.size()) for leaf, param in zip(leaves, params, strict=True)]
         for leaf in leaves:
-            leaf.hess_diag = None  # as large as the whole parameter
+            leaf.hess_diag = None  # frees memory as large as the whole parameter
         self.lengths = [row.shape[1] for row in rows]
         whole = torch.cat(rows, 1).div_(divisor)
         if dtype is not None and dtype.itemsize < whole.dtype.itemsize:
@@ -202,7 +203,7 @@ class ShardReduction:
 
 
 def rows_of(diagonal: Tensor, param: Any, count: int) -> Tensor:
-    """A diagonal in one row per process: the part that belongs to its shard, and zeros up to equal length."""
+    """A diagonal as a matrix with one row per process: the entries of its shard, padded with zeros."""
     moved = diagonal.movedim(param.fsdp_placement.dim, 0)
     length = -(-moved.shape[0] // count)
     padded = moved.new_zeros(count * length, *moved.shape[1:])

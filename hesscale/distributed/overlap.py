@@ -1,18 +1,18 @@
-"""Diagonals that are sent while the backward pass goes on, as DDP sends gradients.
+"""Overlap of communication with the backward pass: diagonals are sent during the pass, as DDP sends gradients.
 
-A plan divides a module's parameters into buckets. A bucket is sent when the pass has filled the last of its diagonals, and what
-has not been sent by the end of the pass is sent then. This cannot end in a deadlock, whatever the timing of the processes:
+A plan divides a module's parameters into buckets. A bucket is sent when the pass has filled the last of its diagonals. The
+remaining buckets are sent at the end of the pass. This cannot deadlock, whatever the timing of the processes:
 
-- Diagonals have a process group of their own. There, every process sends the buckets of the plan in the plan's order, so the
-  n-th all-reduce of one process meets the n-th of every other. The order in which a pass fills diagonals may differ between
-  processes; it only changes when a bucket is sent.
-- Nothing waits during the pass. A process waits for means when it has sent all of them.
+- Diagonals have a separate process group. In this group, every process sends the buckets in the plan's order, so the n-th
+  all-reduce is the same bucket in all processes. The order in which a pass fills diagonals may differ between processes; it only
+  changes when a bucket is sent.
+- Nothing waits during the pass. A process waits for the means after it has sent all buckets.
 - A pass sends nothing before DDP has sent gradients in this pass, since only then all processes take part. This excludes passes
   inside no_sync and passes that bypass the DDP module.
 - Where processes may use different parameters (find_unused_parameters, static_graph), they have to agree first on which
   diagonals exist. There is no plan for these modules, and all diagonals are sent after the pass.
 
-The first pass makes the plan, in the order in which it filled the diagonals of the first process. It sends them at its end.
+The first pass makes the plan, in the order in which it filled the diagonals in the first process. It sends them at its end.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, Reduction, buckets
 
-# NCCL asks that all processes launch the collectives of several groups in one order. That holds if they run the same graph, but
-# it has not been tested on GPUs.
+# NCCL requires that all processes launch the collectives of several groups in the same order. They do if they run the same graph,
+# but this has not been tested on GPUs.
 BACKENDS = {"gloo"}
 
 _plans: weakref.WeakKeyDictionary[DistributedDataParallel, Plan] = weakref.WeakKeyDictionary()
@@ -91,33 +91,33 @@ class PlannedPass:
     def __init__(self, plan: Plan, may_send: Callable[[], bool], dtype: torch.dtype | None) -> None:
         self.plan, self.may_send, self.dtype = plan, may_send, dtype
         self.missing = [{id(p) for p in bucket} for bucket in plan.buckets]
-        self.under_way: list[Reduction] = []
+        self.pending: list[Reduction] = []
         self.sent: list[tuple[Any, Tensor, int]] = []  # parameters with their diagonals, and the diagonals' versions
         self.stream = current_stream(plan.buckets[0][0])
 
     def filled(self, p: Tensor) -> None:
         """Note that the pass has filled a parameter's diagonal."""
         index = self.plan.bucket_of.get(id(p))
-        if index is not None and current_stream(p) == self.stream:  # another stream's memory is ready at the end of the pass
+        if index is not None and current_stream(p) == self.stream:  # on another stream, wait for the end of the pass
             self.missing[index].discard(id(p))
 
     def advance(self) -> None:
-        """Send the next buckets, as far as they are filled."""
-        while len(self.under_way) < len(self.missing) and not self.missing[len(self.under_way)] and self.may_send():
-            self.send(self.plan.buckets[len(self.under_way)])
+        """Send the next buckets that are filled."""
+        while len(self.pending) < len(self.missing) and not self.missing[len(self.pending)] and self.may_send():
+            self.send(self.plan.buckets[len(self.pending)])
 
     def send(self, params: Sequence[Any]) -> None:
         self.sent += [(p, p.hess_diag, p.hess_diag._version) for p in params]
-        self.under_way.append(Reduction([p.hess_diag for p in params], self.plan.group, self.dtype))
+        self.pending.append(Reduction([p.hess_diag for p in params], self.plan.group, self.dtype))
 
     def finish(self, params: Sequence[Tensor]) -> None:
-        """Send the diagonals of these parameters that are not yet sent, and replace all by their means.
+        """Send those diagonals of these parameters that have not been sent yet, and replace all diagonals by their means.
 
         Raises:
             RuntimeError: if a diagonal has changed since it was sent.
         """
         wanted = {id(p) for p in params}
-        for bucket in self.plan.buckets[len(self.under_way) :]:
+        for bucket in self.plan.buckets[len(self.pending) :]:
             if present := [p for p in bucket if id(p) in wanted]:
                 self.send(present)
         if any(p.hess_diag is not sent or sent._version != version for p, sent, version in self.sent):
@@ -125,7 +125,7 @@ class PlannedPass:
                 "a hess_diag has changed during the backward pass, after it was sent to the other processes. Change hess_diag "
                 "after the pass"
             )
-        for reduction in self.under_way:
+        for reduction in self.pending:
             reduction.finish()
 
 

@@ -67,9 +67,9 @@ def replicated_modules() -> Iterator[DistributedDataParallel]:
 def taking_part(leaves: Iterable[Tensor]) -> list[DistributedDataParallel]:
     """The DDP modules that average gradients in a pass to these leaves.
 
-    Several may hold one parameter, and not all of them need be in the graph: a model may have been wrapped again, or two models
-    share a trunk. A module is left out if others average all that it would. It may also have been deleted, and processes may
-    collect such garbage at different times, so their decisions must not depend on it.
+    Several modules may hold the same parameter without being in the graph, for example if a model was wrapped twice, or if two
+    models share layers. A module is left out if others average all of its parameters. It may also have been deleted. Processes
+    may collect such garbage at different times, so their decisions must not depend on it.
     """
     modules = [(module, {id(p) for p in module._module_parameters if p.requires_grad}) for module in replicated_modules()]
     if not modules:

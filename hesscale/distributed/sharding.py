@@ -1,8 +1,9 @@
 """Errors for parameters that are sharded over processes in a way that is not supported.
 
-FSDP moves their gradients to other tensors after the pass. :mod:`hesscale.distributed.fully_sharded` moves the Hessian diagonals
-of a backward pass under ``fully_shard`` in the same way. Nothing does so elsewhere. Under tensor parallelism, parameters and
-activations are DTensors, and :mod:`hesscale.rules.tensor_parallel` has rules for the nodes that PyTorch puts around them.
+FSDP moves the gradients of such parameters to other tensors after the pass. Under ``fully_shard``,
+:mod:`hesscale.distributed.fully_sharded` moves their Hessian diagonals in the same way. FSDP1 is not supported. Under tensor
+parallelism, parameters and activations are DTensors, and :mod:`hesscale.rules.tensor_parallel` has rules for the nodes that
+PyTorch inserts around them.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ SEVERAL = (
 )
 DIVIDED = (
     "ZeroRedundancyOptimizer gives each process an optimizer for some of the parameters, so the trust region and the check for "
-    "non-finite numbers would not be those of the whole model. No parameter has changed. Train the model under fully_shard"
+    "non-finite numbers would not see the whole model. No parameter has changed. Train the model under fully_shard"
 )
 LOSS = (
     "the loss is a DTensor, and so are the model's outputs. No .grad or .hess_diag has changed. Let the last layer return local "
@@ -71,9 +72,9 @@ def check_local(loss: Tensor) -> None:
 
 
 def check_undivided(optimizer: object) -> None:
-    """Raise if an optimizer is the part of a ZeroRedundancyOptimizer in this process. It takes a search through all objects."""
+    """Raise if an optimizer is the local part of a ZeroRedundancyOptimizer. This searches through all objects."""
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
-    if module is None:  # which PyTorch imports for those alone who use it
+    if module is None:  # PyTorch imports this module only when it is used
         return
     for thing in gc.get_objects():
         if issubclass(type(thing), module.ZeroRedundancyOptimizer) and getattr(thing, "optim", None) is optimizer:
@@ -87,10 +88,10 @@ def is_gathered(leaves: Iterable[Tensor]) -> bool:
 
 
 def gathered_parameters() -> Iterator[tuple[Any, Any, Any]]:
-    """FSDP's states, groups and parameters in this process, of those parameters that a module has used.
+    """The state, group and parameter of FSDP for each parameter that a module in this process has used.
 
-    During a pass, fully_shard gives its modules unsharded parameters. These have no mark of their own. PyTorch keeps a table of
-    the modules' states, which refer to them.
+    During a pass, fully_shard replaces the parameters of its modules by unsharded ones. Nothing marks these, but the states of
+    the modules, of which PyTorch keeps a table, refer to them.
     """
     states = sys.modules.get("torch.distributed._composable_state")
     for reference in list(getattr(states, "_module_state_mapping", {}).values()):
@@ -102,12 +103,12 @@ def gathered_parameters() -> Iterator[tuple[Any, Any, Any]]:
 
 
 def groups_of(state: Any) -> list[Any]:
-    """The groups of parameters that a state communicates together: one in earlier versions of PyTorch."""
+    """A state's groups of parameters that are communicated together. In earlier versions of PyTorch, there is one group."""
     groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
     return [group for group in groups if hasattr(group, "fsdp_params")]
 
 
 def leaf_ids(params: Iterable[Tensor]) -> set[int]:
-    """The ids of these parameters, and of what fully_shard puts in their place in graphs."""
+    """The ids of these parameters, and of the unsharded parameters by which fully_shard replaces them."""
     ids = {id(p) for p in params}
     return ids | {id(param._unsharded_param) for _, _, param in gathered_parameters() if id(param.sharded_param) in ids}

@@ -1,4 +1,4 @@
-"""Parameters, gradients and averages that are DTensors: the part of this process, and sums over all parts."""
+"""Parameters, gradients and averages that are DTensors: this process's shard, and sums over all shards."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, distributed
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor. Without an import of DTensors, none exist."""
+    """Whether a tensor is a DTensor. If DTensors have not been imported, there are none."""
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return kind is not None and isinstance(tensor, kind)
 
@@ -28,7 +28,7 @@ def shard_mesh(tensor: Tensor) -> tuple[Any, tuple[int, ...]] | None:
 
 
 def placed_like(tensor: Any, like: Any) -> Any:
-    """A DTensor with the placements of another; any other tensor as it is."""
+    """A DTensor, redistributed to the placements of ``like``. Any other tensor is returned unchanged."""
     if tensor is None or not is_sharded(like) or tensor.placements == like.placements:
         return tensor
     return tensor.redistribute(placements=like.placements)
@@ -41,7 +41,7 @@ def local_parts(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def sum_over(mesh: Any, value: Tensor) -> Tensor:
-    """The sum of the values of processes with different shards; the value itself where there are none."""
+    """The sum of a value over the processes with different shards; the value itself if nothing is sharded."""
     for dim in () if mesh is None else mesh[1]:
         if mesh[0].size(dim) > 1:
             value = value.clone()

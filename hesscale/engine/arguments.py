@@ -1,4 +1,4 @@
-"""What users may pass, and what they are told otherwise."""
+"""Checks of the arguments that users pass, with their error messages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .nodes import Edge, Node, edge_of
 METHODS = ("hesscale", "hesscale_gn", "bl89")
 HEADS = ("auto", "exact", "rules")
 FALLBACKS = ("error", "exact")
-CURVATURE_DTYPES = (None, torch.bfloat16, torch.float32, torch.float64)  # float16 has no room for squares
+CURVATURE_DTYPES = (None, torch.bfloat16, torch.float32, torch.float64)  # squares overflow in float16
 
 
 CHOICES: dict[str, tuple[Any, ...]] = {
@@ -57,7 +57,7 @@ def as_tensors(tensors: Tensor | Sequence[Tensor], name: str) -> tuple[Tensor, .
 
 
 def output_edges(outputs: Tensor | Sequence[Tensor] | None, loss: Tensor, order: Iterable[Node]) -> set[Edge] | None:
-    """Where the user says the model ends; None where it is to be found."""
+    """The edges of the ``outputs`` that the user passed; None if there are none, so that :func:`find_head` looks for them."""
     if outputs is None:
         return None
     ends = {edge_of(tensor) for tensor in as_tensors(outputs, "outputs")}

@@ -1,8 +1,8 @@
 """One backward pass that carries (g, s): PyTorch's gradient, and beside it the Hessian diagonal of every tensor.
 
-Autograd's graph already is the network. A pre-hook on a node receives the gradient g at the node's output from PyTorch's own
-engine. It takes the diagonal s that the node's consumers have left there, and hands each input its share by the operator's rule.
-At a leaf, the sum of the shares is the parameter's ``hess_diag``.
+The recursion runs on autograd's own graph. A pre-hook on a node receives the gradient g at the node's output from PyTorch's
+engine. The node's consumers have already added up the diagonal s at that output. From g and s, the operator's rule computes a
+contribution to the diagonal at each input, called a share. At a leaf, the sum of the shares is the parameter's ``hess_diag``.
 """
 
 from __future__ import annotations
@@ -86,14 +86,16 @@ def backward(
     if requested is not None:
         check_unsharded(leaves_of(loss))
     options = {"method": method, "outputs": outputs, "head": head, "fallback": fallback, "curvature_dtype": curvature_dtype}
-    carry(lambda: torch.autograd.backward(loss, inputs=requested, retain_graph=retain_graph), loss, requested, **options)
+    fill_hess_diags(
+        lambda: torch.autograd.backward(loss, inputs=requested, retain_graph=retain_graph), loss, requested, **options
+    )
 
 
-def carry(run_backward: Callable[[], None], loss: Tensor, tensors: Sequence[Tensor] | None, **options: Any) -> None:
-    """Fill ``hess_diag`` of these tensors, or of every leaf, during a backward pass of the loss that fills ``.grad``."""
+def fill_hess_diags(run_backward: Callable[[], None], loss: Tensor, tensors: Sequence[Tensor] | None, **options: Any) -> None:
+    """Call ``run_backward``, which fills ``.grad``, and fill ``hess_diag`` of the tensors (None: all leaves) in the same pass."""
     propagation = Propagation(loss, requested=tensors, fills_leaves=True, **options)
     requested = propagation.requested
-    afresh = {key: not (t.is_leaf or t.retains_grad) or t.grad is None for key, t in requested.items()}
+    overwrite = {key: not (t.is_leaf or t.retains_grad) or t.grad is None for key, t in requested.items()}
     with averaged_with_gradients(partial(leaves_of, loss), options.get("curvature_dtype")) as averaged:
         if averaged is not None and not requested:
             propagation.replica = averaged.replica_to_tell()
@@ -106,14 +108,14 @@ def carry(run_backward: Callable[[], None], loss: Tensor, tensors: Sequence[Tens
             propagation.shards.finish()
         for key, tensor in requested.items():
             if tensor.grad is not None:
-                accumulate(tensor, propagation.diagonals.get(key), afresh[key], key in propagation.owned)
+                accumulate(tensor, propagation.diagonals.get(key), overwrite[key], key in propagation.owned)
 
 
 _thread = threading.local()
 
 
 class own_pass:
-    """Marks a backward pass that fills curvature itself, for :func:`hesscale.capture` to leave alone."""
+    """Marks a backward pass that already fills ``hess_diag``, so that :func:`hesscale.capture` does not do it again."""
 
     def __enter__(self) -> None:
         self.before, _thread.busy = is_own_pass(), True

@@ -1,7 +1,7 @@
-"""What earlier passes have learned about the Hessian of a loss at one tensor, and how a GPU reports that it has changed.
+"""The block structure of a loss's Hessian at one tensor, as found by earlier passes, and checks on a GPU that it still holds.
 
-The Hessian at a model's output is block diagonal as a rule: the loss is a sum over samples, so only entries of one sample share
-second derivatives. Which dimensions make up a block decides how many Hessian-vector products the exact diagonal takes.
+The Hessian at a model's output is usually block diagonal: the loss is a sum over samples, so only entries of the same sample have
+mixed second derivatives. The number of entries in a block is the number of Hessian-vector products that the exact diagonal takes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..errors import CurvatureWarning
 
-Block = tuple[int, ...]  # the dimensions whose entries share second derivatives; the other dimensions are samples
+Block = tuple[int, ...]  # the dimensions whose entries have mixed second derivatives; the other dimensions are samples
 
 
 RETRY_INTERVAL = 100  # passes
@@ -25,14 +25,14 @@ MAX_PRODUCTS = 1024  # Hessian-vector products for one tensor
 
 @cache
 def candidate_blocks(rank: int) -> tuple[Block, ...]:
-    """The blocks to try, cheapest first. The last one, all dimensions, is always right."""
+    """The blocks to try, cheapest first. The last one has all dimensions, which is always correct."""
     candidates: list[Block] = [(), (rank - 1,), (1,), tuple(range(1, rank)), tuple(range(rank))]
     return tuple(dict.fromkeys(block for block in candidates if all(0 <= d < rank for d in block)))
 
 
 @dataclass(frozen=True, eq=False)
 class Probes:
-    """Two fixed random vectors in the shape (block, samples), and the CUDA stream that they were made on."""
+    """Two fixed random vectors of shape (block, samples), and the CUDA stream on which they were created."""
 
     first: Tensor
     second: Tensor
@@ -40,16 +40,16 @@ class Probes:
 
     @property
     def is_checked(self) -> bool:
-        """Whether there are several samples, so that a product with ``second`` has to check whether they interact."""
+        """Whether there are several samples. A product with ``second`` then checks that they do not interact."""
         return self.first.shape[1] > 1
 
-    def fit(self, like: Tensor, count: int) -> bool:
+    def matches(self, like: Tensor, count: int) -> bool:
         same_kind = (self.first.dtype, self.first.device) == (like.dtype, like.device)
         return self.first.shape[0] == count and same_kind and self.stream == current_stream(like.device)
 
     @cached_property
     def ratio(self) -> Tensor:
-        """What to multiply products with the first probe by, to predict that with the second: (block, 1, samples)."""
+        """Factors that turn products with ``first`` into a prediction of the product with ``second``: (block, 1, samples)."""
         return (self.second / self.first).unsqueeze(1)
 
     @cached_property
@@ -57,7 +57,7 @@ class Probes:
         return self.rows(0, len(self.first))
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """Vectors in the shape (row, block, samples): ``second`` if it is needed and comes first, then ``first`` by entry."""
+        """Vectors of shape (row, block, samples): one per entry of the block from ``first``, after ``second`` if it is needed."""
         z = self.first[start:stop]
         is_checked = self.is_checked and start == 0
         rows = torch.zeros(len(z) + is_checked, *self.first.shape, dtype=z.dtype, device=z.device)
@@ -72,15 +72,14 @@ def current_stream(device: torch.device) -> int | None:
 
 
 def is_capturing() -> bool:
-    """Whether the current CUDA stream is being captured into a CUDA graph, where nothing runs yet."""
+    """Whether the current CUDA stream is being captured into a CUDA graph. No kernel runs during a capture."""
     return torch.cuda.is_current_stream_capturing()
 
 
 class AsyncCheck:
-    """The outcome of a check on a GPU, on its way to the host.
+    """Copies the result of a check from the GPU to the host without synchronization.
 
-    Reading it at once would make the host wait for the GPU. So one pass starts the transfer, and a later pass reads what has
-    arrived. One transfer is under way at a time.
+    One pass starts the copy, and a later pass reads it when it has finished. There is at most one copy at a time.
     """
 
     def __init__(self) -> None:
@@ -88,7 +87,7 @@ class AsyncCheck:
         self._pending: tuple[Tensor, torch.cuda.Event, Block] | None = None
 
     def start(self, passed: Tensor, next_block: Block) -> None:
-        """Send the outcome to the host, with the block to go on to if the check failed."""
+        """Start to copy the result to the host. If the check failed, ``next_block`` is the block to try next."""
         with self._lock:
             if self._pending is None and not is_capturing():
                 event = torch.cuda.Event()
@@ -97,7 +96,7 @@ class AsyncCheck:
                 self._pending = on_host, event, next_block
 
     def poll(self) -> Block | None:
-        """The block to go on to if a check has failed, None if it has passed or is still under way."""
+        """The block to try next if a check failed; None if it passed or its copy has not finished."""
         with self._lock:
             if self._pending is None or is_capturing() or not self._pending[1].query():
                 return None
@@ -107,32 +106,32 @@ class AsyncCheck:
 
 @dataclass(eq=False)
 class BlockStructure:
-    """What is remembered of one tensor from pass to pass.
+    """What passes have found about the Hessian at one tensor.
 
-    Threads may share it. Every field is replaced as a whole, and each pass verifies the block that it uses.
+    Threads may share it. Fields are only ever reassigned, not changed in place, and each pass verifies the block that it uses.
     """
 
     max_products: int = MAX_PRODUCTS
     block: Block | None = None  # None until a pass has found it
-    is_out_of_reach: bool = False  # the last eager pass had to leave the tensor to the rules
+    is_out_of_reach: bool = False  # the last eager pass could not compute the exact diagonal and used the rules
     passes: int = 0
     probes: Probes | None = None
     check: AsyncCheck = field(default_factory=AsyncCheck)
 
     def read_check(self) -> None:
-        """Take in the outcome of an earlier check on a GPU, if it has arrived."""
+        """If the copy of an earlier check's result has finished, and the check failed, warn and switch to the next block."""
         next_block = self.check.poll()
         if next_block is not None:
             self.block = next_block
             warn(
-                "entries of the model's outputs have come to share second derivatives, unlike in earlier passes; the last "
-                "diagonals there were not exact"
+                "entries of the model's outputs have mixed second derivatives now, unlike in earlier passes; the last diagonals "
+                "there were not exact"
             )
 
     def is_left_to_rules(self) -> bool:
-        """Whether to leave the tensor to the rules at this pass too, since an exact diagonal was out of reach.
+        """Whether to use the rules at this pass without trying, since an earlier pass could not compute the exact diagonal.
 
-        At some passes everything is tried again, cheaper blocks that have failed once among them.
+        Every ``RETRY_INTERVAL`` passes, all blocks are tried again, including cheaper ones that have failed before.
         """
         self.passes += 1
         if self.passes % RETRY_INTERVAL == 0:
@@ -143,12 +142,12 @@ class BlockStructure:
     def probes_like(self, like: Tensor, count: int) -> Probes:
         """Two vectors of shape (block, samples) with irregular entries in ±[½, 3⁄2], the same at every call.
 
-        They are kept on their device, since moving them to a GPU at every pass would make the GPU wait.
+        They are cached on their device, since a copy to the GPU at every pass would make the GPU wait.
         """
         if torch.compiler.is_compiling():
             return make_probes(like, count, None)
         probes = self.probes
-        if probes is None or not probes.fit(like, count):
+        if probes is None or not probes.matches(like, count):
             probes = make_probes(like, count, current_stream(like.device))
             if not like.is_cuda or not is_capturing():
                 self.probes = probes

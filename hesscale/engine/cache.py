@@ -1,4 +1,4 @@
-"""A cache of bounded size, for what the engine decides once and uses at every step."""
+"""A cache of bounded size, for decisions that the engine makes once and uses at every step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Value = TypeVar("Value")
 
 
 class BoundedCache(Generic[Value]):
-    """At most ``max_entries`` values by key. A new entry pushes out the oldest one. Threads may share it.
+    """At most ``max_entries`` values by key. A new entry evicts the oldest one. Threads may share a cache.
 
     Example:
         >>> cache = BoundedCache(max_entries=2)
@@ -30,7 +30,7 @@ class BoundedCache(Generic[Value]):
             return self._entries.get(key)
 
     def setdefault(self, key: Hashable, value: Value) -> Value:
-        """The value at a key, which is ``value`` unless another thread has been faster."""
+        """Store ``value`` and return it. If another thread has stored a value first, return that one."""
         with self._lock:
             if key not in self._entries and len(self._entries) >= self._max_entries:
                 del self._entries[next(iter(self._entries))]

@@ -1,4 +1,7 @@
-"""Activation checkpointing hands out each saved tensor once in a pass, but here two read it: the rule, and then the node."""
+"""Allow two reads of each tensor that activation checkpointing recomputes.
+
+Checkpointing drops a recomputed tensor after its first read. Here, the rule reads it first, and then the node's own backward.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,10 @@ _passes = 0
 
 
 class PersistentHandles(dict[Any, Any]):
-    """Handles to recomputed tensors, which stay when checkpointing sets them to None. They go with the node's saved tensor."""
+    """A dict of handles to recomputed tensors that ignores assignments of None, by which checkpointing would drop a tensor.
+
+    The tensors are freed together with the tensors that the node saved.
+    """
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if value is not None:
@@ -33,8 +39,8 @@ def write(holder: Any, handles: dict[Any, Any]) -> None:
 handles = property(read, write)
 
 
-class SavedTensorsStay:
-    """Let tensors that torch.utils.checkpoint (not its reentrant variant) recomputes be read more than once in a pass."""
+class KeepRecomputedTensors:
+    """Keep tensors that non-reentrant torch.utils.checkpoint recomputes, so that they can be read more than once in a pass."""
 
     def __enter__(self) -> None:
         global _passes
@@ -51,4 +57,4 @@ class SavedTensorsStay:
                 del _Holder.handles  # type: ignore[misc]
 
 
-saved_tensors_stay = SavedTensorsStay()
+keep_recomputed_tensors = KeepRecomputedTensors()

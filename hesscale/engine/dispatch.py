@@ -1,4 +1,4 @@
-"""Which rule serves each node of a graph, or why none does."""
+"""Which rule applies to each node of a graph, or why none does."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .nodes import LEAF, Edge, Node, metadata, per_edge
 
 
 class Step(NamedTuple):
-    """A node with its rule (None for a leaf) and the tensors that it hands shares to."""
+    """A node with its rule (None for a leaf) and the tensors that receive its shares."""
 
     node: Node
     rule: Rule | None
     edges: tuple[Edge, ...]
-    repeated: bool  # one tensor stands at several inputs
+    repeated: bool  # several inputs are the same tensor
 
     @property
     def function(self) -> RuleFunction:
@@ -31,7 +31,7 @@ class Step(NamedTuple):
 
 
 def steps_of(order: Sequence[Node], *, method: str, fallback: str) -> list[Step]:
-    """Each node with its rule; the first node without one raises, before anything has changed."""
+    """Each node with its rule. Raises UnsupportedOperator at the first node without one, before anything has changed."""
     special = BL89 if method == "bl89" else {}
     used = {edge for node in order for edge in node.next_functions}
     return [step_of(node, special, fallback, used) for node in order]
@@ -40,10 +40,10 @@ def steps_of(order: Sequence[Node], *, method: str, fallback: str) -> list[Step]
 def step_of(node: Node, special: dict[str, Rule], fallback: str, used: Collection[Edge]) -> Step:
     name = node.name()
     edges = node.next_functions
-    if name == LEAF and not is_foreign(node._input_metadata[0]):
+    if name == LEAF and not is_complex_or_nested(node._input_metadata[0]):
         check_data(node.variable)
         return Step(node, None, edges, False)
-    rule = COMPLEX.get(name) if meets_complex(node) else special.get(name) or RULES.get(name) or custom_rule(node)
+    rule = COMPLEX.get(name) if has_complex_tensors(node) else special.get(name) or RULES.get(name) or custom_rule(node)
     repeated = len(edges) > 1 and is_repeated(edges)
     reason = refusal(node, name, rule, repeated, used)
     if reason is None:
@@ -55,7 +55,7 @@ def step_of(node: Node, special: dict[str, Rule], fallback: str, used: Collectio
 
 
 def refusal(node: Node, name: str, rule: Rule | None, repeated: bool, used: Collection[Edge]) -> str | None:
-    """Why this node cannot be served, with the way out; None if it can."""
+    """Why no rule applies to this node, and what the user can do about it; None if a rule applies."""
     if rule is None or any(meta.is_nested_tensor for meta in node._input_metadata):
         shown = name.rpartition("::")[2]
         if known := known_refusal(node, name, None):
@@ -69,16 +69,16 @@ def refusal(node: Node, name: str, rule: Rule | None, repeated: bool, used: Coll
     if rule.refuse is not None and (reason := rule.refuse(node)) is not None:
         return f"{name}: {reason}"
     if repeated and rule.joint and rule.same is None:
-        return f"{name} meets one tensor at several of its inputs, which its curvature rule does not cover. {WAY_OUT}"
+        return f"several inputs of {name} are the same tensor, which its curvature rule does not cover. {WAY_OUT}"
     return None
 
 
 def known_refusal(node: Node, name: str, rule: Rule | None) -> str | None:
-    """Why neither a rule nor brute force will ever serve this node, if that is known."""
+    """Why this node is not supported even by brute force, if that is known."""
     if rule is not None and rule.refuse is not None and isinstance(reason := rule.refuse(node), Final):
         return reason
     tensors = tensors_at(node)
-    if any(is_foreign(meta) for meta in tensors):
+    if any(is_complex_or_nested(meta) for meta in tensors):
         return REFUSED["NestedTensor" if any(meta.is_nested_tensor for meta in tensors) else "Complex"]
     return next((reason for part, reason in REFUSED.items() if part in name), None)
 
@@ -89,8 +89,8 @@ WAY_OUT = (
 )
 
 
-def is_foreign(meta: Any) -> bool:
-    """Whether a tensor is of a kind that rules know nothing about."""
+def is_complex_or_nested(meta: Any) -> bool:
+    """Whether a tensor is complex or nested, which most rules do not support."""
     return bool(meta.dtype.is_complex or meta.is_nested_tensor)
 
 
@@ -99,13 +99,13 @@ def tensors_at(node: Node) -> list[Any]:
     return [*node._input_metadata, *(metadata(edge) for edge in node.next_functions if edge[0] is not None)]
 
 
-def meets_complex(node: Node) -> bool:
-    """Whether a node takes or makes complex tensors, for which it needs a rule of its own."""
+def has_complex_tensors(node: Node) -> bool:
+    """Whether an input or output of a node is complex. Such a node needs a rule for complex tensors."""
     return any(meta.dtype.is_complex for meta in tensors_at(node))
 
 
 def diagonal_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a diagonal at a tensor of this dtype: float16 has no room for squares, so float32 stands in for it."""
+    """The dtype of the diagonal at a tensor of this dtype: float32 in place of float16, in which squares overflow."""
     dtype = dtype.to_real()
     return torch.float32 if dtype == torch.float16 else dtype
 
@@ -113,9 +113,9 @@ def diagonal_dtype(dtype: torch.dtype) -> torch.dtype:
 def check_data(leaf: Tensor) -> None:
     try:
         is_missing = not leaf.untyped_storage().nbytes() and leaf.numel()
-    except NotImplementedError as error:  # of tensors that are sparse or in a layout of their own
+    except NotImplementedError as error:  # sparse tensors and other special layouts
         raise UnsupportedOperator(f"a parameter has the layout {leaf.layout}. {REFUSED['Sparse']}") from error
-    if is_missing and not is_gathered([leaf]):  # fully_shard brings the data back before the pass needs it
+    if is_missing and not is_gathered([leaf]):  # fully_shard gathers the data before the pass needs it
         raise UnsupportedOperator(
             "a parameter has no data, as under FullyShardedDataParallel after the forward pass. FullyShardedDataParallel is not "
             "supported; use fully_shard"
@@ -123,21 +123,21 @@ def check_data(leaf: Tensor) -> None:
 
 
 def is_constant_product(node: Node, rule: Rule) -> bool:
-    """Whether a node multiplies an activation by a constant that is no parameter, such as the support of a distribution."""
+    """Whether a node multiplies an activation by a constant that is not a parameter, such as the support of a distribution."""
     if rule.factors is None:
         return False
     first, second = node.next_functions[-2:]
     if (first[0] is None) == (second[0] is None):
         return False
     constant, other = (rule.factors[0], second) if first[0] is None else (rule.factors[1], first)
-    if leads_to_leaf(other[0]):  # asked first: to read a saved tensor may recompute a checkpoint
+    if leads_to_leaf(other[0]):  # before the saved tensor is read, since that may recompute a checkpoint
         return False
-    value = getattr(node, f"_saved_{constant}")  # as it is: a copy in another dtype is no parameter
-    return not is_parameter(value) and not may_be_cast(value)
+    value = getattr(node, f"_saved_{constant}")  # not converted: a copy in another dtype would not be a parameter
+    return not is_parameter(value) and not may_be_autocast_copy(value)
 
 
-def may_be_cast(tensor: Tensor) -> bool:
-    """Whether a matrix may stand for a frozen parameter: autocast copies that to 16 bits, and the copy does not tell of what."""
+def may_be_autocast_copy(tensor: Tensor) -> bool:
+    """Whether a matrix may be autocast's 16-bit copy of a frozen parameter. Nothing in the copy says what it is a copy of."""
     return tensor.dtype.itemsize <= 2 and tensor.dim() > 1
 
 
@@ -161,7 +161,7 @@ def is_repeated(edges: Sequence[Edge]) -> bool:
 
 
 def custom_rule(node: Node) -> Rule | None:
-    """The rule that a torch.autograd.Function defines for itself, or that of an elementwise function."""
+    """The rule of a torch.autograd.Function: its own ``hess_diag``, or the elementwise rule if probes show that it applies."""
     forward = getattr(node, "_forward_cls", None)
     if forward is None:
         return None
@@ -183,7 +183,7 @@ def rule_of_function(forward: type, many: bool) -> Rule | None:
 
 
 def origin(node: Node, name: str) -> str:
-    """Where such a node comes from, in the words of who wrote the model."""
+    """The operator or layer that creates such a node, as a user would call it."""
     if (forward := getattr(node, "_forward_cls", None)) is not None:
         return f" (from the custom function {forward.__module__}.{forward.__qualname__}, which defines no hess_diag)"
     makers = MAKERS.get(name)

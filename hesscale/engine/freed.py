@@ -1,7 +1,7 @@
-"""Graphs of which an earlier backward pass has freed a part, as where two losses share a trunk.
+"""Detect graphs that an earlier backward pass has partly freed, for example if two losses share layers.
 
-PyTorch finds out when it reaches that part, after it has filled the ``.grad`` of other parameters. The nodes that hold most of
-what a pass frees are asked beforehand.
+PyTorch notices this only when it reaches the freed part, after it has filled ``.grad`` of other parameters. So the nodes that
+save the largest tensors are checked before the pass.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from .dispatch import Step
 from .nodes import Node
 
-# What these nodes save whatever inputs need a gradient. Products of two factors save those factors that they need.
+# A tensor that these nodes always save. A product of two factors saves a factor only if the other one needs a gradient.
 ALWAYS_SAVED = {
     "ConvolutionBackward0": "weight",
     "EmbeddingBackward0": "indices",
@@ -21,17 +21,17 @@ ALWAYS_SAVED = {
     "MkldnnRnnLayerBackward0": "input",
     "CudnnRnnBackward0": "input",
 }
-Saved = tuple[int, str]  # the index of a node, and the attribute with what it has saved
+Saved = tuple[int, str]  # the index of a node, and the attribute that holds a tensor it has saved
 
 
 def saved_attributes(steps: Iterable[Step], indices: Iterable[int]) -> list[Saved]:
-    """Where to look in graphs of one structure."""
+    """The saved tensors to check in all graphs of one structure."""
     found = []
     for (node, rule, edges, _), index in zip(steps, indices, strict=True):
         name = ALWAYS_SAVED.get(node.name())
         if rule is not None and rule.factors is not None and len(edges) > 1:
             needed = [other for (child, _), other in zip(edges[-2:], reversed(rule.factors), strict=True) if child is not None]
-            name = needed[0] if needed else None  # none of them if it is a bias alone that needs a gradient
+            name = needed[0] if needed else None  # None if only a bias needs a gradient
         if name is not None and hasattr(node, f"_raw_saved_{name}"):
             found.append((index, f"_raw_saved_{name}"))
     return found

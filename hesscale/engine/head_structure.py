@@ -1,9 +1,9 @@
 """The structure of the head: where it ends, and at which of its tensors the rules are exact.
 
-The head is what lies between the loss and the model's outputs. Walking back from the loss, it ends on each path at the first
-contraction (a matrix product, a convolution, an embedding …); a product with a constant does not end it. A rule is exact while
-the Hessian at its output is diagonal. Whether it still is follows from the operators' structure, which each ``Rule`` states.
-Where it is not, ``head_values`` computes the exact diagonal by double backward through the head alone.
+The head is the part of the graph between the loss and the model's outputs. On each path back from the loss, it ends at the first
+contraction (a matrix product, a convolution, an embedding …). A product with a constant does not end it. A rule is exact if the
+Hessian at its output is diagonal. This follows from the structure of the operators up to there, which each ``Rule`` states. Where
+the Hessian is not diagonal, ``head_values`` computes the exact diagonal by double backward through the head alone.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from .nodes import Edge, Node, Path, is_custom_function, leading_to, metadata
 MAX_STRUCTURES = 1000
 WORK_PER_NUMBER = 32  # multiplications of a matrix product that take as long as reading and writing a number
 PASSES_OF_A_PRODUCT = 4  # backward passes through the head that take as long as a Hessian-vector product
-FREE_NUMBERS = 2**24  # what exact diagonals may cost in any case: some 20 ms on one core
+FREE_NUMBERS = 2**24  # numbers to read and write that exact diagonals may always cost: about 20 ms on one core
 _structures: BoundedCache[dict[int, BlockStructure]] = BoundedCache(MAX_STRUCTURES)
 
 
 @dataclass
 class Head:
-    """The head's nodes, the tensors where it ends, and those that the rules alone may get wrong."""
+    """The head's nodes, the tensors where it ends, and the tensors whose diagonal by the rules may not be exact."""
 
     nodes: frozenset[Node]
     steps: list[Step]
     ends: frozenset[Edge]
     inexact: dict[Edge, BlockStructure]
-    path: Path  # what leads to inexact tensors
+    path: Path  # the nodes that lead to inexact tensors
     has_custom_functions: bool
 
     @staticmethod
@@ -46,7 +46,7 @@ class Head:
         return Head(frozenset(), [], frozenset(), {}, [], False)
 
     def superfluous_nodes(self, known: Collection[Edge], requested: Collection[Edge]) -> set[Node]:
-        """The head's nodes whose shares would all be thrown away, since every diagonal they lead to is known already."""
+        """The head's nodes that need not be visited, since all diagonals that they contribute to are already known."""
         if not known:
             return set()
         found: set[Node] = set()
@@ -62,14 +62,14 @@ def find_head(steps: Sequence[Step], outputs: set[Edge] | None, requested: Colle
     Args:
         steps: the graph's nodes with their rules.
         outputs: where the head ends; None to end it at the first contractions.
-        requested: tensors inside the head whose diagonal is asked for too.
+        requested: tensors whose diagonal the user asks for; they may lie inside the head.
         is_bounded: whether exact diagonals may cost only about as much as a backward pass.
     """
     inside = steps_of_head(steps, outputs)
     nodes = frozenset(step.node for step in inside)
     tensors = list(dict.fromkeys([edge for step in inside for edge in step.edges if edge[0] is not None]))
     ends = frozenset([tensor for tensor in tensors if tensor[0] not in nodes])
-    in_graph = {step.node for step in steps}  # not all of the graph, where only some tensors are requested
+    in_graph = {step.node for step in steps}  # part of the graph, if only some tensors are requested
 
     def is_needed(tensor: Edge) -> bool:
         return (tensor in ends and tensor[0] in in_graph) or tensor in requested
@@ -78,7 +78,7 @@ def find_head(steps: Sequence[Step], outputs: set[Edge] | None, requested: Colle
     structures = block_structures(inside, tensors, limit)
     inexact = {tensors[i]: structure for i, structure in structures.items() if is_needed(tensors[i])}
     if any(metadata(tensor).dtype.is_complex for tensor in inexact):
-        raise UnsupportedOperator("the model's outputs are complex; pass outputs= with real ones, or head='rules'")
+        raise UnsupportedOperator("the model's outputs are complex; pass real tensors as outputs=, or pass head='rules'")
     leading = set(leading_to([step.node for step in inside], inexact))
     path = [(step.node, step.edges) for step in inside if step.node in leading]
     return Head(nodes, inside, ends, inexact, path, any(is_custom_function(step.node) for step in inside))
@@ -109,12 +109,12 @@ def products_in_budget(steps: Sequence[Step], inside: Sequence[Step]) -> int:
 
 
 def numbers(step: Step) -> int:
-    """How many numbers a node has made."""
+    """How many entries a node's outputs have."""
     return sum([math.prod(meta.shape) for meta in step.node._input_metadata])
 
 
 def work(step: Step) -> float:
-    """About how many multiplications a product takes: for a matrix product, √(m k · k n · m n)."""
+    """About how many multiplications a contraction takes; √(m k · k n · m n) = m k n for a matrix product."""
     if step.rule is None or not step.rule.contraction:
         return 0.0
     factors = [metadata(edge).shape for edge in step.edges[-2:] if edge[0] is not None]
@@ -122,9 +122,9 @@ def work(step: Step) -> float:
 
 
 def block_structures(steps: Sequence[Step], tensors: Sequence[Edge], max_products: int) -> dict[int, BlockStructure]:
-    """What is known of each tensor that the rules may get wrong, by its position in ``tensors``.
+    """The block structure at each tensor whose diagonal by the rules may not be exact, by its position in ``tensors``.
 
-    Heads with the same operators and shapes share one entry, and so share what their passes learn.
+    Heads with the same operators and shapes share these objects, so what one pass finds holds for all of them.
     """
     position = {tensor: i for i, tensor in enumerate(tensors)}
     shapes = tuple([tuple(metadata(tensor).shape) for tensor in tensors])
@@ -137,13 +137,13 @@ def block_structures(steps: Sequence[Step], tensors: Sequence[Edge], max_product
 
 
 def step_signature(step: Step, position: dict[Edge, int]) -> tuple[object, ...]:
-    """A step's rule, and the tensors it takes and makes, by position."""
+    """A step's rule, and the positions of its input and output tensors."""
     makes = [position.get((step.node, i)) for i in range(len(step.node._input_metadata))]
     return step.rule, step.repeated, tuple([position.get(edge) for edge in step.edges]), tuple(makes)
 
 
 def find_inexact(steps: Sequence[Step]) -> set[Edge]:
-    """The tensors of the head whose diagonal the rules may get wrong."""
+    """The tensors of the head whose diagonal by the rules may not be exact."""
     analysis = HessianAnalysis()
     for step in steps:
         analysis.visit(step)
@@ -151,7 +151,7 @@ def find_inexact(steps: Sequence[Step]) -> set[Edge]:
 
 
 class Kind(IntEnum):
-    """What is known of a Hessian, best first."""
+    """What is known about a Hessian. A larger value is less structured."""
 
     ZERO = 0
     DIAGONAL = 1
@@ -162,9 +162,9 @@ Use = tuple[Node, int]  # a tensor as one input of one node
 
 
 class State(NamedTuple):
-    """What is known of the Hessian at a tensor.
+    """What is known about the Hessian at a tensor.
 
-    ``coupled`` holds the uses of other tensors that share second derivatives with it.
+    ``coupled`` holds the uses of other tensors that have mixed second derivatives with this one.
     """
 
     kind: Kind
@@ -173,10 +173,11 @@ class State(NamedTuple):
 
 
 class HessianAnalysis:
-    """Follows the kind of the Hessian from the loss down, tensor by tensor.
+    """Derives the kind of the Hessian at each tensor, from the loss to the end of the head.
 
-    The rules err in two ways. A rule errs where it fans out from a dense Hessian. Adding the shares of two uses of a tensor
-    errs where the two uses share second derivatives.
+    There are two sources of error. A rule is not exact if the Hessian at the output is dense and an entry of the input reaches
+    several entries of the output. The sum of the shares of two uses of a tensor is not exact if the two uses have mixed second
+    derivatives.
     """
 
     def __init__(self) -> None:
@@ -186,7 +187,7 @@ class HessianAnalysis:
         self.inexact: set[Use] = set()
 
     def visit(self, step: Step) -> None:
-        """Pass what is known of a node's outputs on to its inputs. The node's consumers must have been visited."""
+        """Derive the kind at a node's inputs from that at its outputs. The node's consumers must have been visited."""
         assert step.rule is not None
         outputs = self.at_outputs(step.node)
         new_uses: list[Use] = []
@@ -206,7 +207,7 @@ class HessianAnalysis:
                 self.couple(a, b)
 
     def at_tensor(self, edge: Edge) -> State:
-        """What is known of a tensor, from all its uses."""
+        """What is known about a tensor, from all its uses."""
         uses = self.uses.get(edge, [])
         kind = max([self.kinds[use] for use in uses], default=Kind.ZERO)
         are_coupled = any(b in self.coupled[a] for a, b in combinations(uses, 2))
@@ -214,7 +215,7 @@ class HessianAnalysis:
         return State(kind, are_coupled or any(use in self.inexact for use in uses), coupled.difference(uses))
 
     def at_outputs(self, node: Node) -> State:
-        """What is known of a node's outputs, taken together."""
+        """What is known about a node's outputs together."""
         edges = [(node, i) for i in range(len(node._input_metadata))]
         states = [self.at_tensor(edge) for edge in edges]
         kind = max([state.kind for state in states])
@@ -254,5 +255,5 @@ def is_taken_again(edges: Sequence[Edge], index: int) -> bool:
 
 
 def couples_inputs(rule: Rule, kind: Kind) -> bool:
-    """Whether two inputs of an operator share second derivatives, given the kind of the Hessian at its outputs."""
+    """Whether two inputs of an operator have mixed second derivatives, given the kind of the Hessian at its outputs."""
     return kind == Kind.DENSE or (rule.joint and (kind == Kind.DIAGONAL or rule.mixed))

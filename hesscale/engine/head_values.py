@@ -1,8 +1,8 @@
 """The values of the head: the exact diagonal of the loss at tensors where the rules are not exact, by double backward.
 
-A Hessian-vector product H·v gives the diagonal of H wherever the entries of v do not interact. Samples of a batch do not, so one
-product per entry of a sample is enough. Which dimensions are samples is not known beforehand: the candidates are tried, cheapest
-first, and each is verified. Products with one random vector must predict the product with another.
+If H is diagonal, one Hessian-vector product H·v gives its diagonal. If different samples of a batch have no mixed second
+derivatives, one product per entry of a sample is enough. It is not known beforehand which dimensions are samples, so the
+candidates are tried, cheapest first. Each is verified: products with one random vector must predict the product with another.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch._C import _functorch as functorch
 from ..errors import NeedsEagerPass
 from .block_structure import MAX_PRODUCTS, Block, BlockStructure, Probes, candidate_blocks, warn
 from .head_structure import Head
-from .nodes import Edge, Node, edge_of, is_once_differentiable, metadata, path_to, pull_through
+from .nodes import Edge, Node, edge_of, is_once_differentiable, metadata, path_to, vjp_along
 
 MAX_ROWS, MAX_NUMBERS = 64, 2**24  # products in one batch, and numbers in their vectors
-MAX_KEPT_NUMBERS = 2**16  # in vectors that are kept from pass to pass
-ROUNDED_TERMS = 32  # of the size of the gradient, in one second derivative
+MAX_KEPT_NUMBERS = 2**16  # in vectors that are cached from pass to pass
+ROUNDED_TERMS = 32  # terms as large as the gradient whose rounding errors a second derivative may contain
 _has_mapped = False
 CANNOT = "PyTorch cannot differentiate this loss twice; the diagonal at the outputs comes from the rules and may not be exact"
 
@@ -38,7 +38,7 @@ class Exact(NamedTuple):
 def exact_diagonals(loss: Tensor, head: Head, metas: dict[Node, Any] | None = None) -> dict[Edge, Exact]:
     """Diagonals of the loss at the head's inexact tensors, by double backward through the head alone.
 
-    ``metas`` has the metadata of what nodes have made, as far as they have been read.
+    ``metas`` caches the metadata of the nodes' outputs.
     """
     metas = {} if metas is None else metas
     found: dict[Edge, Exact] = {}
@@ -47,7 +47,7 @@ def exact_diagonals(loss: Tensor, head: Head, metas: dict[Node, Any] | None = No
     stops = {node for node, _ in head.ends}
     with torch.enable_grad():
         try:
-            gradients = pull_through(head.path, {edge_of(loss): torch.ones_like(loss)}, head.inexact, metas)
+            gradients = vjp_along(head.path, {edge_of(loss): torch.ones_like(loss)}, head.inexact, metas)
             for edge, structure in head.inexact.items():
                 gradient = gradients.get(edge)
                 if head.has_custom_functions and (gradient is None or not gradient.requires_grad):
@@ -64,10 +64,10 @@ def exact_diagonals(loss: Tensor, head: Head, metas: dict[Node, Any] | None = No
 
 
 def hessian_diagonal(gradient: Tensor | None, edge: Edge, stops: set[Node], structure: BlockStructure) -> Exact | None:
-    """diag ∂g/∂x at the tensor x; None where it is impossible, or takes too many products.
+    """diag ∂g/∂x at the tensor x; None if PyTorch cannot compute it, or if it takes too many products.
 
-    Whether the samples are really apart is verified at every call. When the outcome is read depends on where the pass runs: at
-    once on a CPU, by a later pass on a GPU, and by the graph itself in a trace.
+    Every call verifies that samples do not interact. On a CPU, the result of this check is read at once; on a GPU, by a later
+    pass. In a trace, the graph itself uses it.
     """
     if gradient is None or not gradient.requires_grad:
         meta = metadata(edge)
@@ -105,7 +105,11 @@ def hessian_diagonal(gradient: Tensor | None, edge: Edge, stops: set[Node], stru
 
 
 def may_be_traced(structure: BlockStructure) -> bool:
-    """Whether a trace can compute the diagonal here. False: an eager pass has found that it is out of reach."""
+    """Whether a trace can compute the diagonal here. It cannot if an eager pass has failed to.
+
+    Raises:
+        NeedsEagerPass: if no eager pass has found the block structure yet.
+    """
     if structure.block is None and structure.is_out_of_reach:
         return False
     if structure.block is None or structure.is_out_of_reach:
@@ -114,32 +118,32 @@ def may_be_traced(structure: BlockStructure) -> bool:
 
 
 def affordable_blocks(shape: Sequence[int], structure: BlockStructure) -> list[Block]:
-    """The blocks to try, from the one that is known on, as far as they take few enough products."""
+    """The blocks to try, starting with the known one, without those that take too many products."""
     blocks = candidate_blocks(len(shape))
     blocks = blocks if structure.block is None else blocks[blocks.index(structure.block) :]
     return [block for block in blocks if math.prod(shape[d] for d in block) <= structure.max_products]
 
 
 class Trial(NamedTuple):
-    """The diagonal if only entries of one block interact, and the check of that assumption."""
+    """The diagonal under the assumption that only entries of one block interact, and the check of that assumption."""
 
     exact: Exact
-    passed: Tensor | None  # a boolean on the device; None where the block is the whole tensor, which assumes nothing
-    product: Tensor | None  # H·v, which the check compares
-    predicted: Tensor  # with this
+    passed: Tensor | None  # a boolean on the device; None if the block is the whole tensor, so that nothing is assumed
+    product: Tensor | None  # H·v
+    predicted: Tensor  # H·v as predicted from the diagonal's products
 
 
 Compute = Callable[[Block], Trial]
 
 
 def diagonal_in_trace(compute: Compute, block: Block) -> Exact:
-    """In a traced graph nobody reads the outcome of the check, so the diagonal is NaN where the check fails."""
+    """In a traced graph, the host does not read the result of the check. If it fails, the diagonal is NaN."""
     exact, passed, _, _ = compute(block)
     return exact if passed is None else Exact(torch.where(passed, exact.diagonal, torch.nan), exact.products)
 
 
 def diagonal_on_gpu(compute: Compute, blocks: Sequence[Block], structure: BlockStructure) -> Exact:
-    """On a GPU that already knows the block, a later pass reads the outcome: waiting for it would stall the GPU."""
+    """On a GPU with a known block, a later pass reads the result of the check. Waiting for it would synchronize with the GPU."""
     trial = compute(blocks[0])
     if trial.passed is not None:
         candidates = candidate_blocks(trial.exact.diagonal.dim())
@@ -148,7 +152,7 @@ def diagonal_on_gpu(compute: Compute, blocks: Sequence[Block], structure: BlockS
 
 
 def diagonal_by_search(compute: Compute, blocks: Sequence[Block], structure: BlockStructure) -> Exact | None:
-    """Try one block after the other, and remember the first that passes."""
+    """Try one block after the other, and store the first that passes."""
     for block in blocks:
         trial = compute(block)
         if trial.passed is None or trial.passed:
@@ -157,13 +161,13 @@ def diagonal_by_search(compute: Compute, blocks: Sequence[Block], structure: Blo
                 structure.block = block
             return trial.exact
         assert trial.product is not None
-        if not bool(trial.product.isfinite().all()):  # nothing can be learned from these numbers
+        if not bool(trial.product.isfinite().all()):  # the check says nothing about the block
             return Exact(torch.full_like(trial.exact.diagonal, torch.nan), trial.exact.products)
     return None
 
 
 def is_conclusive(predicted: Tensor) -> bool:
-    """Whether a check that passed says anything: where all is zero, every block passes."""
+    """Whether a passed check says anything about the block. If all products are zero, every block passes."""
     return bool(predicted.any() & predicted.isfinite().all())
 
 
@@ -175,13 +179,13 @@ def compute_with_block(gradient: Tensor, edge: Edge, stops: set[Node], structure
     exact = Exact(layout.restore(found.diagonal).detach(), layout.count)
     if found.product is None:
         return Trial(exact, None, None, found.predicted)
-    # Second derivatives are sums of terms as large as the gradient, and may be much smaller than their rounding errors.
+    # Second derivatives are sums of terms as large as the gradient, and may be smaller than the rounding errors of these terms.
     floor = ROUNDED_TERMS * torch.finfo(gradient.dtype).eps * largest(gradient.detach().abs())
     return Trial(exact, agree(found.product, found.predicted, found.magnitude, floor), found.product, found.predicted)
 
 
 class BlockLayout:
-    """A tensor as a matrix (block, samples), and back."""
+    """Reshapes a tensor to a matrix (block, samples), and back."""
 
     def __init__(self, shape: Sequence[int], block: Block) -> None:
         self.order = block + tuple(d for d in range(len(shape)) if d not in block)
@@ -196,7 +200,7 @@ class BlockLayout:
         return matrix.reshape(self.permuted_shape).permute(self.inverse)
 
     def flatten_all(self, tensors: Tensor) -> Tensor:
-        """The same for each of several tensors."""
+        """:meth:`flatten` for each of several tensors."""
         return tensors.permute(0, *[d + 1 for d in self.order]).reshape(len(tensors), self.count, -1)
 
     def restore_all(self, matrices: Tensor) -> Tensor:
@@ -204,16 +208,16 @@ class BlockLayout:
 
 
 class BlockProducts(NamedTuple):
-    """What products with the probes say, in the shape (block, samples)."""
+    """Results of products with the probes, each of shape (block, samples)."""
 
     diagonal: Tensor
-    predicted: Tensor  # what H·(second probe) is if samples are apart
-    magnitude: Tensor  # the sum of the absolute terms of that prediction, which measures its rounding error
-    product: Tensor | None  # H·(second probe); None where there is one sample, and nothing to check
+    predicted: Tensor  # H·(second probe), if samples do not interact
+    magnitude: Tensor  # the sum of the absolute terms of that prediction, which bounds its rounding error
+    product: Tensor | None  # H·(second probe); None for a single sample, where there is nothing to check
 
 
 def block_products(products: Callable[[Tensor], Tensor], layout: BlockLayout, probes: Probes) -> BlockProducts:
-    """Products with the first probe, one entry of the block at a time, and in the same batch one with the second probe."""
+    """Products with the first probe, one per entry of the block, and one product with the second probe in the same batch."""
     z = probes.first
     at_once = max(1, min(MAX_ROWS, MAX_NUMBERS // max(1, z.numel())))
     diagonal, product = torch.empty_like(z), None
@@ -239,10 +243,10 @@ def plus(total: Tensor | None, value: Tensor) -> Tensor:
 
 
 def agree(product: Tensor, predicted: Tensor, magnitude: Tensor, floor: Tensor | float = 0.0) -> Tensor:
-    """Whether a product is what was predicted, entry by entry, up to rounding, which is at least ``floor``."""
+    """Whether all entries of a product are as predicted, up to a rounding error that is at least ``floor``."""
     eps = torch.finfo(product.dtype).eps
     scale = magnitude + product.abs()
-    relative = eps**0.5 if eps < 1e-4 else 4 * eps  # in half precision the root would hide too much
+    relative = eps**0.5 if eps < 1e-4 else 4 * eps  # in half precision, the root would be too large a tolerance
     return ((predicted - product).abs() <= relative * scale + 8 * eps * largest(scale) + floor).all()
 
 
@@ -256,11 +260,11 @@ def hessian_vector_products(gradient: Tensor, edge: Edge, stops: set[Node], rows
     path, metas = path_to([edge], source[0], stops=stops), dict[Node, Any]()
 
     def product(row: Tensor) -> Tensor:
-        found = pull_through(path, {source: row}, [edge], metas).get(edge)
+        found = vjp_along(path, {source: row}, [edge], metas).get(edge)
         return torch.zeros_like(row) if found is None else found
 
     with torch.no_grad():
-        if len(rows) == 1:  # which vmap would only slow down
+        if len(rows) == 1:  # faster without vmap
             return product(rows[0]).unsqueeze(0)
         try:
             return map_rows(product, rows)

@@ -12,8 +12,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 Node = Any  # torch.autograd.graph.Node, whose saved attributes no type checker knows
 LEAF = "torch::autograd::AccumulateGrad"
-# Replacements for what a node of this name gives, in operators that can be differentiated in turn; see rules.written_out.
-# Each is called with the node, the cotangents at its outputs, and what the node itself gives.
+# Backward functions, by the name of a node, that can be differentiated again where the node's own cannot; see rules.written_out.
+# Each is called with the node, the cotangents at its outputs, and the cotangents at its inputs that the node itself returned.
 BACKWARD_OVERRIDES: dict[str, Callable[[Any, Sequence[Tensor | None], list[Tensor | None]], list[Tensor | None]]] = {}
 Edge = tuple[Node, int]  # a tensor: the node that made it, and which of that node's outputs it is
 
@@ -45,7 +45,7 @@ def metadata(edge: Edge) -> Any:
 
 
 def topological(*roots: Node, stops: Collection[Node] = ()) -> list[Node]:
-    """Every node at or below the roots, each before the nodes it takes its inputs from; what lies below a stop is left out."""
+    """The nodes that can be reached from the roots, each before the nodes that made its inputs; nothing below a stop."""
     order, seen, stack = [], set(), list(roots)
     while stack:
         node = stack.pop()
@@ -61,7 +61,7 @@ def topological(*roots: Node, stops: Collection[Node] = ()) -> list[Node]:
 
 
 def reaches(root: Node, tensors: Collection[int]) -> bool:
-    """Whether any of these leaves, given by the ids of their tensors, is below a node. Stops at the first that it meets."""
+    """Whether the graph below a node has one of these leaves, given by the ids of their tensors. Stops at the first one found."""
     seen, stack = {root}, [root]
     while stack:
         node = stack.pop()
@@ -86,7 +86,7 @@ def leading_to(order: list[Node], targets: Iterable[Edge]) -> list[Node]:
 
 
 def call(node: Node, cotangents: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-    """Jᵀv of a node's inputs, one per edge, as its backward computes it; called from Python, so that no hook runs."""
+    """Jᵀv at a node's inputs, one per edge. Calls the node's backward function from Python, so that no hook runs."""
     if not is_custom_function(node):
         pulled = node(*cotangents)
         pulled = pulled if isinstance(pulled, tuple) else (pulled,)
@@ -103,21 +103,21 @@ def is_custom_function(node: Node) -> bool:
 
 
 def per_edge(node: Node, values: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """What a custom function returns, one value per argument of its forward, as one per edge: edges exist for tensors only."""
+    """The values that a custom function's backward returns, without those for arguments that are not tensors: one per edge."""
     given = iter([value for value, needed in zip(values, node.needs_input_grad, strict=True) if needed])
     return [None if child is None else next(given) for child, _ in node.next_functions]
 
 
-def pull(seeds: dict[Edge, Tensor], targets: Sequence[Edge], stops: Collection[Node]) -> dict[Edge, Tensor]:
-    """A backward pass from ``seeds`` to ``targets`` that ends at ``stops``, by calling nodes from Python.
+def vjp(seeds: dict[Edge, Tensor], targets: Sequence[Edge], stops: Collection[Node]) -> dict[Edge, Tensor]:
+    """A vector-Jacobian product from ``seeds`` to ``targets`` that ends at ``stops``, by calling nodes from Python.
 
-    Unlike autograd's own, it runs no hooks that users put on tensors, retains no gradients, and treats the tensors where it
-    stops as independent of each other.
+    Unlike autograd's backward pass, it runs no hooks, retains no gradients, and treats the tensors where it stops as independent
+    of each other.
     """
-    return pull_through(path_to(targets, *(node for node, _ in seeds), stops=stops), seeds, targets, {})
+    return vjp_along(path_to(targets, *(node for node, _ in seeds), stops=stops), seeds, targets, {})
 
 
-Path = Sequence[tuple[Node, Sequence[Edge]]]  # nodes in topological order, each with its next_functions, which take long to read
+Path = Sequence[tuple[Node, Sequence[Edge]]]  # nodes in topological order, each with its next_functions, which are slow to read
 
 
 def path_to(targets: Iterable[Edge], *roots: Node, stops: Collection[Node]) -> Path:
@@ -144,10 +144,10 @@ def path_to(targets: Iterable[Edge], *roots: Node, stops: Collection[Node]) -> P
     return path
 
 
-def pull_through(path: Path, seeds: dict[Edge, Tensor], targets: Iterable[Edge], metas: dict[Node, Any]) -> dict[Edge, Tensor]:
-    """:func:`pull` through nodes that are known to lead from ``seeds`` to ``targets``.
+def vjp_along(path: Path, seeds: dict[Edge, Tensor], targets: Iterable[Edge], metas: dict[Node, Any]) -> dict[Edge, Tensor]:
+    """:func:`vjp` along a path that is already known to lead from ``seeds`` to ``targets``.
 
-    ``metas`` has the metadata of what nodes have made, as far as they have been read; the others are added.
+    ``metas`` caches the metadata of the nodes' outputs; missing entries are added.
     """
     at: dict[Node, list[Tensor | None]] = {}
 
@@ -188,15 +188,15 @@ class SeparatePass(torch.autograd.Function):
 
 
 def derivative(gradient: Tensor, edge: Edge, vector: Tensor, node: Node) -> Tensor | None:
-    """∂(g·v)/∂x for a gradient g that a node gave and one of its inputs x, with its other inputs held fixed.
+    """∂(g·v)/∂x for a gradient g that a node returned and one of its inputs x, with its other inputs held fixed.
 
-    May be called while a backward pass is under way. That pass may leave out tensors, and a node that is called from Python
-    during it leaves them out too. So the derivative is taken in a pass of its own.
+    This may be called during a backward pass. If that pass does not need the gradients of some tensors, a node called from Python
+    during the pass does not compute them either. So the derivative is computed in a separate pass.
     """
     found: dict[Edge, Tensor] = {}
     with torch.enable_grad():
         source, anchor = edge_of(gradient), torch.zeros((), device=gradient.device, requires_grad=True)
-        passing = SeparatePass.apply(anchor, lambda: found.update(pull({source: vector}, [edge], inputs_of(node))))  # type: ignore[no-untyped-call]
+        passing = SeparatePass.apply(anchor, lambda: found.update(vjp({source: vector}, [edge], inputs_of(node))))  # type: ignore[no-untyped-call]
     torch.autograd.backward(passing)
     return found.get(edge)
 
@@ -207,10 +207,10 @@ def inputs_of(node: Node) -> set[Node]:
 
 
 def is_once_differentiable(gradient: Tensor) -> bool:
-    """Whether differentiating this gradient again would stop at an operator that PyTorch cannot differentiate twice.
+    """Whether the graph of this gradient contains an operator that PyTorch cannot differentiate twice.
 
-    Autograd marks such a place by a node that raises when it runs. On the way to a given tensor it does not run that node: asked
-    for the derivative there, it answers "unused", which must not be taken for zero.
+    Autograd marks it by a node that raises an error when it runs. If the derivative is asked for given inputs only, autograd may
+    skip that node and report the inputs as unused. This must not be mistaken for a derivative of zero.
     """
     return gradient.requires_grad and any(
         node.name() in ("Error", "NotImplemented", "torch::autograd::Error", "torch::autograd::NotImplemented")

@@ -17,7 +17,7 @@ from ..errors import UnsupportedOperator
 from ..rules import brute_force
 from ..rules.registry import RuleFunction, Shares
 from .arguments import output_edges
-from .checkpointing import saved_tensors_stay
+from .checkpointing import keep_recomputed_tensors
 from .dispatch import check_data, diagonal_dtype
 from .freed import check_not_freed
 from .head_values import exact_diagonals
@@ -34,7 +34,7 @@ current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
 class Propagation:
-    """A schedule with the nodes of one graph, and the diagonals that are on their way through it."""
+    """One pass through a graph: its schedule, its nodes, and the diagonals that have been computed but not yet used."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Propagation:
         self.replica: Replica | None = None  # the DDP module that is told which leaves are filled
         self.graph_task: int | None = None
         self.diagonals: dict[TensorKey, Tensor] = {}
-        self.owned: set[TensorKey] = set()  # where nothing else refers to the diagonal's memory
+        self.owned: set[TensorKey] = set()  # diagonals whose memory nothing else refers to
         self.leaves: dict[int, tuple[Tensor, Tensor | None, int]] = {}  # each with its gradient and that gradient's version
         for index in self.schedule.leaves:
             leaf = self.nodes[index].variable
@@ -91,7 +91,7 @@ class Propagation:
             self.leaves[index] = leaf, gradient, 0 if gradient is None else gradient._version
 
     def run(self, run_backward: Callable[[], Result]) -> Result:
-        """Carry curvature through a backward pass."""
+        """Register the hooks, run the backward pass, and remove the hooks."""
         instructions = self.schedule.instructions(self.compute_head())
         if self.schedule.uses_brute_force:
             for instruction in instructions:
@@ -108,14 +108,14 @@ class Propagation:
                 )
             if self.replica is not None:
                 handles += [self.nodes[index].register_prehook(self.advance) for index in self.schedule.leaves]
-            with saved_tensors_stay:
+            with keep_recomputed_tensors:
                 return run_backward()
         finally:
             for handle in handles:
                 handle.remove()
 
     def compute_head(self) -> frozenset[TensorKey]:
-        """Fill in the diagonals where the head's rules are inexact, as far as double backward gives them."""
+        """Compute diagonals by double backward where the head's rules are not exact. Returns the keys where that was possible."""
         head = self.schedule.head
         if not self.uses_double_backward or not head.inexact:
             return frozenset()
@@ -125,18 +125,18 @@ class Propagation:
         return frozenset(self.diagonals)
 
     def begin(self, gradients: Sequence[Tensor | None]) -> None:
-        """Note which graph task of PyTorch's engine this pass is: every call that belongs to it comes from that task."""
+        """Store the id of this pass's graph task in PyTorch's engine, by which hooks ignore other passes."""
         if self.graph_task is None:
             self.graph_task = current_graph_task()
 
     def advance(self, gradients: Sequence[Tensor | None]) -> None:
-        """Let diagonals be sent to the other processes: DDP may just have sent gradients."""
+        """Send diagonals to the other processes if DDP has just sent the gradients of a bucket."""
         if self.replica is not None:
             self.replica.advance()
 
     def visit(self, instruction: Instruction, gradients: Sequence[Tensor | None]) -> None:
-        """What happens when PyTorch's engine reaches a node with the gradients at its outputs."""
-        if self.graph_task != current_graph_task():  # another pass: one that a rule runs, or another thread's
+        """Process a node when PyTorch's engine reaches it, given the gradients at its outputs."""
+        if self.graph_task != current_graph_task():  # another pass, started by a rule or by another thread
             return
         index, function, outputs, _, many, _, _, is_curved, keeps_gradient = instruction
         key = outputs[0]
@@ -155,14 +155,17 @@ class Propagation:
                 self.apply_rule(instruction, g, s, key in self.owned)
 
     def take(self, key: TensorKey) -> Tensor | None:
-        """The diagonal at a tensor, all of whose consumers have been visited."""
+        """The diagonal at a tensor whose consumers have all been visited. Drops it, unless the user requested it."""
         if key in self.kept:
             self.owned.discard(key)
             return self.diagonals.get(key)
         return self.diagonals.pop(key, None)
 
     def apply_rule(self, instruction: Instruction, g: Any, s: Any, owned: bool) -> None:
-        """Hand each input of a node its share, and go on with what is fused there. ``owned``: nothing else refers to s."""
+        """Add the shares of a node's inputs to their diagonals, and run the fused instructions.
+
+        ``owned`` says that nothing else refers to the memory of s.
+        """
         pending = [(instruction, g, s, owned)]
         while pending:
             instruction, g, s, owned = pending.pop()
@@ -179,7 +182,7 @@ class Propagation:
                 fitted = share
                 if share.shape != shape or share.dtype != dtype or share.device != device:
                     fitted = fit(share, target)
-                # A share may alias s. What had to be fitted is a new tensor.
+                # A share may alias s. If it was fitted, it is a new tensor.
                 is_new = fitted is not share or (is_fresh and share is not s) or (owned and len(targets) == 1)
                 if fused is None:
                     self.add(key, fitted, is_new)
@@ -242,7 +245,7 @@ def keys_of(tensors: Sequence[Tensor], graph: Graph) -> dict[TensorKey, Tensor]:
 
 
 def apply_in_dtype(function: RuleFunction, node: Node, g: Any, s: Any, dtype: torch.dtype | None) -> Shares:
-    """A contraction's shares, computed in this dtype, or in that of s. A bias gets s itself, which is not rounded."""
+    """A contraction's shares, computed in ``dtype``, or in the dtype of s. The share of a bias is s itself, without rounding."""
     if not isinstance(s, Tensor):
         return function(node, g, s)
     low = rounded(s, s.dtype if dtype is None else dtype)
@@ -251,7 +254,7 @@ def apply_in_dtype(function: RuleFunction, node: Node, g: Any, s: Any, dtype: to
 
 
 def rounded(s: Tensor, dtype: torch.dtype) -> Tensor:
-    """s in this dtype. On a GPU, rows of a matrix in 16 bits begin at multiples of 16 bytes, or products take far longer."""
+    """s in this dtype. On a GPU, rows of a 16-bit matrix are aligned to 16 bytes. Without that, products are far slower."""
     is_narrow = s.is_cuda and s.dim() == 2 and dtype.itemsize == 2 and type(s) is Tensor
     if not is_narrow or s.shape[1] % 8 == 0 or torch.compiler.is_compiling():
         return s.to(dtype)
@@ -264,7 +267,7 @@ def is_zero(values: Sequence[Tensor | None]) -> bool:
 
 
 def fit(share: Tensor, meta: Any) -> Tensor:
-    """A share in the shape, dtype and device of the tensor it belongs to: what was broadcast is summed."""
+    """A share in the shape, dtype and device of its tensor, summed over dimensions along which the tensor was broadcast."""
     shape, dtype = meta.shape, diagonal_dtype(meta.dtype)
     if share.dtype != dtype or share.device != meta.device:
         share = share.to(device=meta.device, dtype=dtype)
@@ -274,15 +277,15 @@ def fit(share: Tensor, meta: Any) -> Tensor:
 
 
 def upcast(gradient: Tensor | None) -> Tensor | None:
-    """A gradient to compute with: float16 has no room for squares."""
+    """A gradient in a dtype in which squares do not overflow."""
     return gradient.float() if gradient is not None and gradient.dtype == torch.float16 else gradient
 
 
-def accumulate(tensor: Tensor, diagonal: Tensor | None, afresh: bool, owned: bool = False) -> None:
-    """Add to ``tensor.hess_diag``, or start it afresh where the gradient starts afresh too."""
+def accumulate(tensor: Tensor, diagonal: Tensor | None, overwrite: bool, owned: bool = False) -> None:
+    """Add to ``tensor.hess_diag``, or overwrite it if the pass does not add to an earlier gradient either."""
     diagonal = placed_like(diagonal, tensor)
     present = getattr(tensor, "hess_diag", None)
-    if present is not None and not afresh:
+    if present is not None and not overwrite:
         if diagonal is not None:
             present.add_(diagonal)
     elif owned and diagonal is not None and diagonal.dtype == tensor.dtype and diagonal.stride() == tensor.stride():
@@ -292,7 +295,7 @@ def accumulate(tensor: Tensor, diagonal: Tensor | None, afresh: bool, owned: boo
 
 
 def dense_copy(diagonal: Tensor | None, like: Tensor) -> Tensor:
-    """A new tensor with the layout of ``like``: shares may alias each other and the gradient."""
+    """A copy with the layout of ``like``. Without it, shares could alias each other and the gradient."""
     if diagonal is None:
         return torch.zeros_like(like, requires_grad=False)
     return torch.empty_like(like, requires_grad=False).copy_(diagonal)

@@ -1,8 +1,8 @@
-"""What is decided about a graph before the backward pass starts: which nodes get a hook, and what each hook does.
+"""Decisions about a graph before the backward pass starts: which nodes get a hook, and what each hook does.
 
-All graphs of one structure share one :class:`Schedule`, so that a training loop decides once. A schedule must therefore hold no
-node and no tensor of any graph. It names a node by its index in a walk from the loss, and a tensor by a key: the index of the
-node that made it, and which of that node's outputs it is.
+All graphs of one structure share one :class:`Schedule`, so that a training loop builds it once. A schedule must therefore not
+refer to a node or tensor of any graph. It identifies a node by its index in a walk from the loss, and a tensor by a key: the
+index of the node that made it, and which of that node's outputs it is.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ TRANSPOSE = RULES["TBackward0"]
 
 
 class Graph(NamedTuple):
-    """A graph's nodes in the order of the walk, and its signature: everything that decisions about it depend on."""
+    """A graph's nodes in the order of the walk, and its signature, which determines the schedule."""
 
     nodes: list[Node]
     index_of: dict[Node, int]
     leaves: dict[int, int]  # the index of a leaf's node by the id of its tensor
     signature: tuple[Any, ...]
     edges: list[Sequence[Edge]]  # of each node
-    metas: dict[Node, Any]  # of the tensors that each node has made
+    metas: dict[Node, Any]  # the metadata of each node's outputs
 
 
 leaf_metadata = attrgetter("shape", "dtype", "device")
@@ -62,7 +62,7 @@ def walk(root: Node, method: str) -> Graph:
     edges: list[Sequence[Edge]] = []
     metas: dict[Node, Any] = {}
     note, complex_rule = signature.append, COMPLEX.get
-    for node in nodes:  # which grow on the way
+    for node in nodes:  # the loop appends to it
         name = node.name()
         if name == LEAF:
             leaf = node.variable
@@ -95,31 +95,31 @@ def walk(root: Node, method: str) -> Graph:
 
 
 class Target(NamedTuple):
-    """A tensor that a share goes to, and what its diagonal looks like."""
+    """A tensor that receives a share, with the shape, dtype and device of its diagonal."""
 
     key: TensorKey
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
-    fused: Instruction | None = None  # what is done with the share at once, where nothing else has to be waited for
+    fused: Instruction | None = None  # the instruction that uses the share at once, if it need not wait for anything else
 
 
 class Instruction(NamedTuple):
-    """What is done at a node. A leaf has no function."""
+    """What a hook does at a node. A leaf has no function."""
 
     node_index: int
     function: RuleFunction | None
     outputs: tuple[TensorKey, ...]  # the tensors that the node made
-    targets: tuple[Target | None, ...]  # None for an input that takes no share
+    targets: tuple[Target | None, ...]  # None for an input without a share
     many: bool  # the node has several differentiable outputs
     is_contraction: bool
-    is_fresh: bool  # a share of the rule that is not s itself is a new tensor
-    is_curved: bool  # the rule has a term in the gradient
+    is_fresh: bool  # each share of the rule is a new tensor or s itself
+    is_curved: bool  # the rule has a term with the gradient
     keeps_gradient: bool  # False where Gauss-Newton drops that term
 
 
 class Schedule:
-    """Which rule serves which node, where the head is, and which nodes get a hook."""
+    """Which rule applies to each node, where the head is, and which nodes get a hook."""
 
     def __init__(
         self,
@@ -147,14 +147,14 @@ class Schedule:
         self._instructions: dict[frozenset[TensorKey], list[Instruction]] = {}
 
     def instructions(self, known: frozenset[TensorKey]) -> list[Instruction]:
-        """What the hooks do, given the tensors of the head whose diagonals are known already."""
+        """The instructions of the hooks, given the tensors of the head whose diagonals are already known."""
         found = self._instructions.get(known)
         if found is None:
             found = self._instructions.setdefault(known, self.fuse(known))
         return found
 
     def fuse(self, known: frozenset[TensorKey]) -> list[Instruction]:
-        """Fuse every node into its consumer where that consumer gives it all it needs. The others get a hook each."""
+        """Fuse a node into its consumer if it needs nothing but the consumer's share. All other nodes get a hook."""
         superfluous = self.head.superfluous_nodes(known, self.requested)
         consumers = Counter([index for step in self.steps for index, _ in step.edges])
         must_wait = {index for index, _ in self.requested | known}
@@ -173,7 +173,7 @@ class Schedule:
         return hooked
 
     def instruction(self, step: Step, unwanted: frozenset[TensorKey], fused: dict[int, Instruction]) -> Instruction:
-        """What is done at a node, whose shares for ``unwanted`` tensors are dropped if the node is in the head."""
+        """The instruction of a node. If the node is in the head, shares for ``unwanted`` tensors are dropped."""
         index, rule, edges, repeated = step
         outputs = tuple([(index, i) for i in range(self.num_outputs[index])])
         if rule is None:
@@ -190,14 +190,12 @@ class Schedule:
         return Instruction(index, function, outputs, tuple(targets), *kinds, is_curved, keeps_gradient)
 
     def waits_for_gradient(self, instruction: Instruction) -> bool:
-        if instruction.function is None:
-            return (
-                instruction.node_index in self.hooked_leaves
-            )  # their hooks may clear the gradient that says whether there was one
+        if instruction.function is None:  # a leaf: its hooks may clear .grad, which is read to see whether there was a gradient
+            return instruction.node_index in self.hooked_leaves
         return instruction.many or (instruction.is_curved and (instruction.keeps_gradient or self.is_large(instruction)))
 
     def is_large(self, instruction: Instruction) -> bool:
-        """Whether fusing would cost memory: curvature would run far ahead of the pass, which frees tensors on its way."""
+        """Whether fusing would need much more memory: fused rules run early, before the pass has freed the graph up to there."""
         return any(key in self.targets and self.targets[key].shape.numel() > MAX_FUSED_NUMEL for key in instruction.outputs)
 
 
@@ -212,10 +210,10 @@ def schedule_for(
     *,
     is_fused: bool = True,
 ) -> Schedule:
-    """The schedule of a graph. The first node that no rule serves raises.
+    """The schedule of a graph. Raises UnsupportedOperator at the first node without a rule.
 
     Args:
-        is_fused: whether a rule may run before the pass reaches its node. Under FSDP, a weight has no memory until then.
+        is_fused: whether a rule may run before the pass reaches its node. Under FSDP, the weight is not gathered until then.
     """
     key = graph.signature, ends, requested, options, is_fused
     known = _schedules.get(key)
@@ -223,7 +221,7 @@ def schedule_for(
         return known
     schedule = make_schedule(graph, ends, requested, options, is_fused)
     if schedule.uses_brute_force:
-        return schedule  # it is made anew at every step, since that is what warns of brute force
+        return schedule  # not cached, since making it warns about brute force, which every step should do
     return _schedules.setdefault(key, schedule)
 
 
@@ -255,7 +253,7 @@ def relabel_step(step: Step, labels: Mapping[Node, int]) -> Step:
 
 
 def relabel_head(head: Head, labels: Mapping[Node, int]) -> Head:
-    """A head with indices for its nodes."""
+    """A head with node indices in place of nodes."""
     return Head(
         frozenset([labels[node] for node in head.nodes]),
         [relabel_step(step, labels) for step in head.steps],
@@ -267,7 +265,7 @@ def relabel_head(head: Head, labels: Mapping[Node, int]) -> Head:
 
 
 def head_in(graph: Graph, head: Head) -> Head:
-    """A head with a graph's nodes for its indices, as far as double backward needs it."""
+    """A head with a graph's nodes in place of indices. It has only the fields that double backward needs."""
     nodes, edges = graph.nodes, graph.edges
     return Head(
         frozenset(),

@@ -89,7 +89,7 @@ def names() -> tuple[str, ...]:
 
 @dataclass
 class Request:
-    """The arguments of :func:`estimate`, and what several estimators derive from them."""
+    """The arguments of :func:`estimate`, and values derived from them that several estimators use."""
 
     loss: Tensor
     params: tuple[Tensor, ...]
@@ -108,7 +108,7 @@ class Request:
 
     @cached_property
     def at_once(self) -> int:
-        """How many vectors to backpropagate in one batched pass."""
+        """The number of vectors to backpropagate in one batched pass."""
         largest: int = max([math.prod(meta.shape) for node in self.order for meta in node._input_metadata])
         return max(1, min(MAX_ROWS, MAX_NUMBERS // max(1, largest)))
 
@@ -122,13 +122,13 @@ class Request:
         return draw.to(device=like.device, dtype=like.dtype).mul_(2).sub_(1)
 
     def signs_for_params(self, count: int) -> list[Tensor]:
-        """Rows of signs for each parameter, all from one draw, since a compiler may change the order of several draws."""
+        """Rows of signs for each parameter. All come from one draw, since a compiler may reorder several draws."""
         sizes = [p.numel() for p in self.params]
         draws = self.signs(count, sum(sizes), like=self.params[0]).split(sizes, 1)
         return [draw.reshape(count, *p.shape).to(p) for draw, p in zip(draws, self.params, strict=True)]
 
     def labels(self, count: int, q: Tensor, dim: int) -> Tensor:
-        """One-hot draws from the distributions q along ``dim``: the class with the smallest t/q, for exponential random t."""
+        """One-hot samples from the distributions q along ``dim``: the class with the smallest t/q, for exponential random t."""
         times = torch.empty((count, *q.shape), dtype=torch.float32, device=self.source(q)).exponential_(generator=self.generator)
         label = (q / times.to(q.device)).argmax(dim + 1, keepdim=True)
         return torch.zeros(times.shape, dtype=q.dtype, device=q.device).scatter_(dim + 1, label, 1)

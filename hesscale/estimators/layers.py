@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from ..engine.nodes import Edge, Node, metadata, pull
+from ..engine.nodes import Edge, Node, metadata, vjp
 from ..engine.propagate import fit
 from ..rules.registry import saved
 from .rows import unit_rows, zeros_at
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Use(NamedTuple):
-    """One use of a parameter: as input number ``place`` of a node, itself or transposed."""
+    """One use of a parameter: it, or its transpose, is input number ``place`` of a node."""
 
     param: int
     node: Node
@@ -27,11 +27,11 @@ class Use(NamedTuple):
 
 
 TRANSPOSES = ("TBackward0", "TransposeBackward0", "PermuteBackward0")
-PRODUCTS = {"MmBackward0": 1, "AddmmBackward0": 2}  # and which input is the weight
+PRODUCTS = {"MmBackward0": 1, "AddmmBackward0": 2}  # the input that is the weight
 
 
 def uses_of(request: Request, through: Sequence[str] = TRANSPOSES) -> list[Use]:
-    """All uses of each parameter, itself or as the output of the node types in ``through``."""
+    """All uses of each parameter, directly or through nodes of the types in ``through``."""
     known: dict[Edge, list[int]] = {}
     for k, edge in enumerate(request.edges):
         known.setdefault(edge, []).append(k)
@@ -71,15 +71,15 @@ def input_of_product(node: Node) -> Tensor:
 
 
 def mean_over_rows(node: Node, square: Tensor) -> Tensor:
-    """The mean over samples and positions at a layer's output, in its shape."""
+    """The mean over samples and positions at a layer's output, expanded to its shape."""
     channel = 1 if node.name() == "ConvolutionBackward0" else square.dim() - 1
     return square.mean([d for d in range(square.dim()) if d != channel], keepdim=True).expand_as(square)
 
 
 def to_parameter(share: Tensor, node: Node, index: int, param: Edge) -> Tensor:
-    """Convert the diagonal at an input of a node to the parameter's own shape: the input is the parameter, or its transpose."""
+    """Convert the diagonal at an input of a node, which is the parameter or its transpose, to the shape of the parameter."""
     edge = node.next_functions[index]
-    return pull({edge: fit(share, metadata(edge))}, [param], set())[param]
+    return vjp({edge: fit(share, metadata(edge))}, [param], set())[param]
 
 
 def products_of_weights(request: Request) -> dict[int, Node]:

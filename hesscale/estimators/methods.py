@@ -66,7 +66,7 @@ def recursion(method: str) -> Callable[[Request], Diagonals]:
 
 
 def ggn(request: Request) -> Diagonals:
-    """diag(Jᵀ H J) = Σ_i Jᵀe_i ∘ Jᵀ(H e_i), over all entries i of the outputs: exact for any loss, convex or not.
+    """diag(Jᵀ H J) = Σ_i Jᵀe_i ∘ Jᵀ(H e_i), summed over all entries i of the outputs. It is exact for any loss, convex or not.
 
     It takes two backward passes per entry, in batches. A parameter that enters the loss directly (a log standard deviation, a
     temperature) counts as an output: J is the identity there, so its own second derivative is included.
@@ -74,31 +74,32 @@ def ggn(request: Request) -> Diagonals:
     outputs = request.model_outputs
     total = outputs.at_leaves()
     for _, rows in unit_rows(outputs.like, request.at_once):
-        add_products(total, outputs.pull(rows), outputs.pull(*outputs.products(rows)))
+        add_products(total, outputs.vjp(rows), outputs.vjp(*outputs.products(rows)))
     return total
 
 
 def ggn_mc(request: Request) -> Diagonals:
-    """``ggn`` in expectation: the mean of Jᵀa ∘ Jᵀb over random a, b with E[a bᵀ] = H. A draw takes one or two backward passes.
+    """An unbiased estimate of ``ggn``: the mean of Jᵀa ∘ Jᵀb over random a, b with E[a bᵀ] = H.
 
-    There are three ways to draw. The first that applies is used:
+    A draw takes one or two backward passes. There are three ways to draw. The first that applies is used:
 
-    - Softmax cross entropy (any loss linear in log-softmax outputs that are linear in z): a label y for every sample from the
-      model's own distribution q, and a = √w (q − e_y), with w the weight of the sample in the loss. These are the paper's draws.
-    - H diagonal (squared error, …): a = √|h| ∘ z with random signs z. For squared error that is the usual draw too.
-    - Otherwise a = z and b = H z: unbiased for every H, but single draws may be negative even where H is positive.
+    - Softmax cross entropy (any loss linear in log-softmax outputs that are linear in z): draw a label y for every sample from
+      the model's distribution q, and set a = √w (q − e_y), with w the weight of the sample in the loss. The paper does the same.
+    - H is diagonal (squared error, …): a = √|h| ∘ z with random signs z. For squared error, this too is the usual draw.
+    - Otherwise, a = z and b = H z with random signs z. This is unbiased for every H, but single draws may be negative even if H
+      is positive.
 
     The draws of different samples are independent with mean zero, so their products vanish in expectation, and one pass is
-    enough for the whole batch. (The paper's code squares each sample's own gradient instead. That is the same for a batch of one,
-    and less noisy for larger ones.) A negative weight or curvature changes the sign of b. For parameters that enter the loss
-    directly, the diagonal is exact.
+    enough for the whole batch. (The paper's code squares the gradient of each sample instead. This is the same for a batch of
+    one, and less noisy for larger batches.) A negative weight or curvature changes the sign of b. For parameters that enter the
+    loss directly, the diagonal is exact.
     """
     outputs = request.model_outputs
     total = outputs.at_leaves()
     for count in chunks(request.num_samples if outputs.edges else 0, request.at_once):
         a, b, at_leaves = outputs.draw(count)
-        pulled = outputs.pull(a)
-        add_products(total, pulled, pulled if b is a else outputs.pull(b, at_leaves), 1 / request.num_samples)
+        pulled = outputs.vjp(a)
+        add_products(total, pulled, pulled if b is a else outputs.vjp(b, at_leaves), 1 / request.num_samples)
     return total
 
 
@@ -115,7 +116,7 @@ def hutchinson(request: Request) -> Diagonals:
 
 
 def squared_gradient(request: Request) -> Diagonals:
-    """(∂L/∂θ)² of the whole loss: if it is a mean over samples, this is the square of the mean gradient."""
+    """(∂L/∂θ)² of the whole loss. If the loss is a mean over samples, this is the square of the mean gradient."""
     gradients = torch.autograd.grad(request.loss, request.params, retain_graph=request.retain_graph, allow_unused=True)
     return [None if gradient is None else gradient.square() for gradient in gradients]
 
@@ -124,8 +125,8 @@ def empirical_fisher(request: Request) -> Diagonals:
     """(1/N) Σ_n (∂ℓ_n/∂θ)², for a loss that is the mean (1/N) Σ_n ℓ_n over N samples.
 
     The samples are the rows of the outputs: their first dimension, after the flattening that a Linear does. ∂ℓ_n/∂θ is N times
-    the gradient from the n-th row of ∂L/∂z alone, so the result is N Σ_n (J_nᵀ ∂L/∂z_n)². If the loss is a sum over samples
-    instead, divide the result by N² for that of the mean, or by N for Σ_n (∂ℓ_n/∂θ)².
+    the gradient from only the n-th row of ∂L/∂z, so the result is N Σ_n (J_nᵀ ∂L/∂z_n)². If the loss is a sum over samples
+    instead, divide the result by N² to get that of the mean, or by N to get Σ_n (∂ℓ_n/∂θ)².
     """
     outputs = request.model_outputs
     refuse_leaves(outputs, "its gradient cannot be split by sample")
@@ -133,7 +134,7 @@ def empirical_fisher(request: Request) -> Diagonals:
     total: list[Tensor | None] = [None] * len(request.params)
     gradients = [outputs.gradient(edge) for edge in outputs.edges]
     for _, samples in unit_rows(gradients[0].new_empty(count), request.at_once) if gradients else ():
-        pulled = outputs.pull(outputs.flatten([torch.einsum("rn,n...->rn...", samples.to(g.dtype), g) for g in gradients]))
+        pulled = outputs.vjp(outputs.flatten([torch.einsum("rn,n...->rn...", samples.to(g.dtype), g) for g in gradients]))
         add_products(total, pulled, pulled, count)
     return total
 
@@ -146,8 +147,8 @@ def kfac(request: Request) -> Diagonals:
         W_ji: (1/R) Σ_r x²_rj · Σ_r E[(∂z/∂y_ri)ᵀa (∂z/∂y_ri)ᵀb],      b_i: Σ_r E[(∂z/∂y_ri)ᵀa (∂z/∂y_ri)ᵀb],
 
     which is Eq. 3 of the paper with the diagonal at y replaced by its mean over rows. For one row, its expectation is ``ggn``.
-    Several uses of a parameter add up. It raises an error for parameters that are not weights or biases of linear layers and
-    convolutions.
+    The diagonals of several uses of a parameter add up. Parameters that are not weights or biases of linear layers and
+    convolutions raise an error.
     """
     outputs = request.model_outputs
     uses = uses_of(request)

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..engine.arguments import output_edges
 from ..engine.dispatch import Step, custom_rule
 from ..engine.head_structure import Head, find_head
-from ..engine.nodes import LEAF, Edge, Node, edge_of, inputs_of, leading_to, metadata, pull, topological
+from ..engine.nodes import LEAF, Edge, Node, edge_of, inputs_of, leading_to, metadata, topological, vjp
 from ..errors import UnsupportedOperator
 from ..rules import RULES, Rule
 from ..rules.registry import dimension, saved
@@ -43,7 +43,7 @@ class Softmax(NamedTuple):
 
 
 class Outputs:
-    """The tensors z where the model ends and the loss begins, as one flat vector; several vectors are rows, (count, size)."""
+    """The tensors z where the model ends and the loss begins, as one flat vector. Several vectors are rows: (count, size)."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -55,7 +55,7 @@ class Outputs:
         self.edges = [end for end in ends if end[0].name() != LEAF]
         self.leaves = {k: edge for k, edge in enumerate(request.edges) if edge in ends and edge not in self.edges}
         below = set(topological(*[node for node, _ in self.edges]))
-        self.tied = any(node in below for node, _ in self.leaves.values())  # z depends on a parameter that the head meets too
+        self.tied = any(node in below for node, _ in self.leaves.values())  # z depends on a parameter that is also in the head
         self.shapes = [tuple(metadata(edge).shape) for edge in self.edges]
         self.gradients = self.pull_loss(ends)
 
@@ -63,7 +63,7 @@ class Outputs:
         """∂L/∂x at tensors of the head, with a graph. Tensors where it is zero are left out."""
         loss = self.request.loss
         with torch.enable_grad():
-            return pull({edge_of(loss): torch.ones_like(loss)}, targets, self.stops)
+            return vjp({edge_of(loss): torch.ones_like(loss)}, targets, self.stops)
 
     @cached_property
     def like(self) -> Tensor:
@@ -97,36 +97,36 @@ class Outputs:
         return self.gradients[edge].detach() if edge in self.gradients else zeros_at(edge)
 
     def products(self, rows: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
-        """H v for every row v; and for parameters that are leaves of the head, twice the mixed derivatives times v.
+        """H v for every row v, and for parameters that are leaves of the head, twice their mixed derivatives with z, times v.
 
-        If z depends on such a parameter too, its mixed derivatives with z occur twice in Jᵀ H J: above and below the diagonal.
+        If z depends on such a parameter too, these mixed derivatives occur twice in Jᵀ H J: above and below the diagonal.
         """
         found = self.head_products(self.edges, self.split(rows), [*self.edges, *self.leaves.values()])
         count = len(self.edges)
         return self.flatten(found[:count]), {k: 2 * v for k, v in zip(self.leaves, found[count:], strict=True)}
 
     def head_products(self, ends: Sequence[Edge], rows: Sequence[Tensor], targets: Sequence[Edge]) -> list[Tensor]:
-        """∂(Σ g·v)/∂x at each target x, with g the gradients at these ends, for every row of vectors v."""
+        """∂(Σ g·v)/∂x at each target x, for every row of vectors v, where g are the gradients at these ends."""
 
         def product(*vectors: Tensor) -> tuple[Tensor, ...]:
             seeds: dict[Edge, Tensor] = {}
             for end, vector in zip(ends, vectors, strict=True):
                 if end in self.sources:
                     add_to(seeds, self.sources[end], vector)
-            found = pull(seeds, targets, self.stops)
+            found = vjp(seeds, targets, self.stops)
             return tuple([found[target] if target in found else zeros_at(target) for target in targets])
 
         return in_rows(torch.vmap(product), product, rows)
 
-    def pull(self, rows: Tensor, at_leaves: dict[int, Tensor] | None = None) -> list[Tensor | None]:
-        """Jᵀv at every parameter for every row v; J is the identity at leaves of the head."""
+    def vjp(self, rows: Tensor, at_leaves: dict[int, Tensor] | None = None) -> list[Tensor | None]:
+        """Jᵀv at every parameter for every row v. J is the identity at leaves of the head."""
         pulled = pull_rows(self.edges, self.request.edges, self.split(rows))
         for k, value in (at_leaves or {}).items():
             add_to(pulled, k, value)
         return pulled
 
     def at_leaves(self) -> list[Tensor | None]:
-        """The head's own exact diagonal at parameters that are its leaves, None at the others."""
+        """The exact diagonal of the head at parameters that are its leaves; None at all others."""
         total: list[Tensor | None] = [None] * len(self.request.params)
         for k, leaf in self.leaves.items():
             like = zeros_at(leaf)
@@ -142,7 +142,7 @@ class Outputs:
 
     @cached_property
     def sample_count(self) -> int:
-        """How many rows all outputs have: their first dimension, after the flattening that a Linear does."""
+        """The number of rows of the outputs: their first dimension, after the flattening that a Linear does."""
         lengths = {shape[0] if shape else None for shape in self.shapes}
         if len(lengths) > 1 or None in lengths:
             raise ValueError(
@@ -152,7 +152,7 @@ class Outputs:
         return self.shapes[0][0] if self.shapes else 0
 
     def draws_at(self, targets: Sequence[Edge]) -> Iterator[tuple[Diagonals, Diagonals]]:
-        """All draws a and b in batches, backpropagated to these tensors; the same list twice where b is a."""
+        """All draws a and b, backpropagated to these tensors, in batches. If b is a, it is the same list."""
         for count in chunks(self.request.num_samples if self.edges else 0, self.request.at_once):
             a, b, _ = self.draw(count)
             pulled = pull_rows(self.edges, targets, self.split(a))
@@ -163,7 +163,7 @@ class Outputs:
         return bool(self.softmaxes) and not self.tied
 
     def draw(self, count: int) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
-        """Rows a and b with E[a bᵀ] = H, the same tensor where H is known to be positive; and b at leaves of the head."""
+        """Rows a and b with E[a bᵀ] = H, and b at leaves of the head. If H is known to be positive, b is a."""
         if self.draws_labels:
             return self.draw_labels(count)
         signs = self.request.signs(count, len(self.like), like=self.like)
@@ -182,7 +182,7 @@ class Outputs:
 
     @cached_property
     def is_average(self) -> bool:
-        """Whether the weights of the samples are positive by construction. Reading them would wait for the GPU."""
+        """Whether the weights of the samples are positive by construction. This avoids reading them, which waits for the GPU."""
         steps = [step for step in self.head.steps if step.node.name() != "LogSoftmaxBackward0"]
         if not any(step.node.name().startswith("NllLoss") for step in steps):
             return False
@@ -195,14 +195,14 @@ class Outputs:
             seeds: dict[Edge, Tensor] = {}
             for softmax, vector in zip(self.softmaxes, vectors, strict=True):
                 add_to(seeds, softmax.edge, vector)
-            found = pull(seeds, self.edges, self.stops)
+            found = vjp(seeds, self.edges, self.stops)
             return tuple([found[edge] if edge in found else zeros_at(edge) for edge in self.edges])
 
         return self.flatten(in_rows(torch.vmap(pulled), pulled, rows))
 
     @cached_property
     def diagonal(self) -> Tensor | None:
-        """diag H where H is diagonal."""
+        """diag H if H is diagonal; otherwise None."""
         return diagonal_if_alone(lambda rows: self.products(rows)[0], self.like)
 
     @cached_property
@@ -225,7 +225,7 @@ class Outputs:
 
 
 def is_linear(step: Step) -> bool:
-    """Whether a node's output is linear in its inputs, by what its rule states."""
+    """Whether a node's output is linear in its inputs, according to its rule."""
     assert step.rule is not None
     live = [i for i, (node, _) in enumerate(step.edges) if node is not None]
     apart = len(live) == 1 or not (step.rule.joint and step.rule.mixed)
@@ -240,18 +240,17 @@ UNKNOWN = Rule(lambda *_: None, "unknown", "an operator without a rule")
 
 
 def head_of(request: Request) -> Head:
-    """The head, found as in :func:`hesscale.backward`, except that only the head's operators need rules here."""
+    """The head, as in :func:`hesscale.backward`. But here, only the operators of the head need rules."""
     ends = output_edges(request.chosen_outputs, request.loss, request.order)
     head = find_head([lenient_step(node) for node in request.order], ends, ())
     if not head.nodes:
         raise ValueError(
-            f"the loss itself comes out of {request.order[0].name()}, so the model's outputs cannot be found. "
-            "Pass them as outputs="
+            f"{request.order[0].name()} computes the loss itself, so the model's outputs cannot be found. Pass them as outputs="
         )
     for step in head.steps:
         if ends is None and step.rule is UNKNOWN:
             raise UnsupportedOperator(
-                f"whether {step.node.name()} belongs to the model or to the loss is not known. "
+                f"it is not known whether {step.node.name()} belongs to the model or to the loss. "
                 "Pass the model's outputs as outputs="
             )
     for k, (node, _) in enumerate(request.edges):
@@ -270,7 +269,7 @@ def lenient_step(node: Node) -> Step:
 def refuse_leaves(outputs: Outputs, why: str) -> None:
     for k in outputs.leaves:
         raise ValueError(
-            f"{describe(outputs.request, k)} enters the loss beside the model's outputs, and {why}. "
+            f"the loss depends on {describe(outputs.request, k)} other than through the model's outputs, and {why}. "
             "Leave it out of params, or pass outputs= that depend on it"
         )
 

@@ -1,4 +1,4 @@
-"""GGN-MC sample by sample: squares of each sample's own gradients, from one backward pass for all of them."""
+"""GGN-MC with per-sample gradients, whose squares are computed from one backward pass for the whole batch."""
 
 from __future__ import annotations
 
@@ -24,19 +24,20 @@ from .samples import check_apart
 if TYPE_CHECKING:
     from . import Request
 
-COLUMNS = 128  # of one matrix product, about: a convolution of few channels handles several kernel positions at once
+COLUMNS = 128  # of a matrix product, approximately: with few channels, it computes several kernel positions at once
 
 
 def ggn_mc_per_sample(request: Request) -> Diagonals:
-    """The mean of Σ_n J_nᵀa_n ∘ J_nᵀb_n over the draws of ``ggn_mc``, with J_n of the outputs of sample n: the paper's GGN-MC.
+    """The paper's GGN-MC: the mean of Σ_n J_nᵀa_n ∘ J_nᵀb_n over the draws of ``ggn_mc``, with J_n the Jacobian of sample n.
 
-    ``ggn_mc`` is (Σ_n J_nᵀa_n) ∘ (Σ_n J_nᵀb_n). That is the same in expectation and for one sample, but noisier for more. Samples
-    are the first dimension of the outputs. With δ the draw backpropagated to a layer's output, x its input and p the positions,
+    ``ggn_mc`` is (Σ_n J_nᵀa_n) ∘ (Σ_n J_nᵀb_n). The two agree for one sample, and in expectation, but ``ggn_mc`` is noisier for
+    several samples. Samples are the first dimension of the outputs. With δ the draw backpropagated to a layer's output, x the
+    layer's input and p the positions,
 
         W_ji: Σ_n (Σ_p x_npj δᵃ_npi) (Σ_p x_npj δᵇ_npi),      b_i: Σ_n (Σ_p δᵃ_npi) (Σ_p δᵇ_npi).
 
-    It raises an error for parameters that are not weights or biases of linear layers and convolutions, or that have several uses.
-    It also does so if an operator may mix samples, such as batch norm in training mode.
+    Parameters that have several uses, or are not weights or biases of linear layers and convolutions, raise an error. So do
+    operators that may mix samples, such as batch norm in training mode.
     """
     outputs, uses = request.model_outputs, uses_of(request, (*TRANSPOSES, "ToCopyBackward0"))
     check_uses(request, uses)
@@ -56,7 +57,7 @@ def ggn_mc_per_sample(request: Request) -> Diagonals:
 
 
 def check_uses(request: Request, uses: Sequence[Use]) -> None:
-    """Every parameter must be the weight or bias of one layer."""
+    """Raise unless every parameter is the weight or bias of one layer."""
     for use in uses:
         if not is_of_layer(use):
             raise ValueError(
@@ -72,9 +73,9 @@ def check_uses(request: Request, uses: Sequence[Use]) -> None:
 
 
 def share_of(use: Use, vectors: Sequence[Tensor], samples: int) -> Tensor:
-    """Σ_n G_n ∘ G_n at a layer's weight or bias, G_n the gradient of sample n for a vector at the layer's output.
+    """Σ_n G_n ∘ G_n at a layer's weight or bias, with G_n the gradient of sample n for a vector at the layer's output.
 
-    ``vectors`` are rows a and b, whose products are summed, or one of them for both.
+    ``vectors`` are rows a and b, whose products are summed, or a single tensor for both.
     """
     name = use.node.name()
     if name == "ConvolutionBackward0" and use.place == 1:
@@ -85,7 +86,7 @@ def share_of(use: Use, vectors: Sequence[Tensor], samples: int) -> Tensor:
 
 
 def of_bias(use: Use, vectors: Sequence[Tensor], samples: int) -> Tensor:
-    """Σ_n (Σ_p δ)², with the factor that the bias has in its sum"""
+    """Σ_n (Σ_p δ)², times the square of the factor by which the operator multiplies the bias"""
     shape, name = metadata(use.node.next_functions[use.place]).shape, use.node.name()
     factor = saved(use.node, "beta") if name == "AddmmBackward0" else 1
     if name == "AddBackward0" and use.place == 1:
@@ -105,7 +106,7 @@ def of_matrix(node: Node, vectors: Sequence[Tensor], samples: int) -> Tensor:
 
 
 def of_kernel(node: Node, vectors: Sequence[Tensor], samples: int) -> Tensor:
-    """Σ_n (Σ_p δ_np x_n,p+k)² at place k of a kernel; the two change roles in a transposed convolution"""
+    """Σ_n (Σ_p δ_np x_n,p+k)² at position k of a kernel; a transposed convolution swaps δ and x"""
     weight, groups = saved(node, "weight").shape, saved(node, "groups")
     x = [saved(node, "input").to(vectors[0].dtype).unsqueeze(0)]
     fixed, moving = (x, vectors) if saved(node, "transposed") else (vectors, x)
@@ -126,7 +127,7 @@ def of_kernel(node: Node, vectors: Sequence[Tensor], samples: int) -> Tensor:
 
 
 def window(place: Sequence[int], steps: Sequence[tuple[int, int, int]]) -> tuple[Any, ...]:
-    """The slice of the input that a position of the kernel sees, for each dimension's output size, stride and dilation."""
+    """The slice of the input that a position of the kernel reads, given output size, stride and dilation of each dimension."""
     return ..., *[slice(k * d, k * d + (n - 1) * s + 1, s) for k, (n, s, d) in zip(place, steps, strict=True)]
 
 
@@ -138,7 +139,7 @@ def by_sample(x: Tensor, samples: int, groups: int) -> Tensor:
 
 
 def sum_of_squares(left: Sequence[Tensor], right: Sequence[Tensor]) -> Tensor:
-    """Σ_rn (Σ_p l_rngop r_rngcp)², of shape (g, o, c), some samples at a time."""
+    """Σ_rn (Σ_p l_rngop r_rngcp)², of shape (g, o, c), computed for some samples at a time."""
     pairs = [(left[0], right[0]), (left[-1], right[-1])][: max(len(left), len(right))]
     samples, numbers = left[0].shape[1], math.prod(left[0].shape[2:4]) * right[0].shape[3] * max(len(left[0]), len(right[0]))
     at_once = max(1, MAX_NUMBERS // numbers)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..engine.dispatch import diagonal_dtype
 from ..engine.head_values import agree
-from ..engine.nodes import Edge, edge_of, gradient_edge, is_once_differentiable, metadata, pull
+from ..engine.nodes import Edge, edge_of, gradient_edge, is_once_differentiable, metadata, vjp
 from ..errors import UnsupportedOperator
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def entry_by_entry(products: Callable[[Tensor], Tensor], like: Tensor, at_once: 
 
 
 def diagonal_if_alone(products: Callable[[Tensor], Tensor], like: Tensor) -> Tensor | None:
-    """The diagonal of a symmetric matrix if it is diagonal, by its products with two vectors; None if it is not."""
+    """The diagonal of a symmetric matrix if it is diagonal, from its products with two vectors; otherwise None."""
     z = torch.rand(len(like), generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float64, device="cpu").to(like) + 0.5
     diagonal, product = products(torch.stack([torch.ones_like(z), z]))
     predicted = diagonal * z
@@ -48,16 +48,16 @@ def diagonal_if_alone(products: Callable[[Tensor], Tensor], like: Tensor) -> Ten
 
 
 def gradients_at(request: Request, edges: Sequence[Edge]) -> list[Tensor | None]:
-    """∂L/∂x with a graph; None where the loss is linear in x."""
+    """∂L/∂x with a graph at each edge; None if the loss is linear in x."""
     with torch.enable_grad():
-        found = pull({edge_of(request.loss): torch.ones_like(request.loss)}, edges, set())
+        found = vjp({edge_of(request.loss): torch.ones_like(request.loss)}, edges, set())
     curved = [gradient if gradient is not None and gradient.requires_grad else None for gradient in map(found.get, edges)]
     check_twice_differentiable([gradient for gradient in curved if gradient is not None])
     return curved
 
 
 def check_twice_differentiable(gradients: Sequence[Tensor]) -> None:
-    with torch.enable_grad():  # one tensor that depends on them all, so that their graph is walked once
+    with torch.enable_grad():  # their graph is walked only once, from a tensor that depends on all of them
         joined = torch.cat([gradient.reshape(-1)[:1].float() for gradient in gradients]) if gradients else torch.empty(0)
     if is_once_differentiable(joined):
         raise UnsupportedOperator(
@@ -77,7 +77,7 @@ def hessian_products(gradient: Tensor, edge: Edge) -> Callable[[Tensor], Tensor]
 
 
 def pull_rows(sources: Sequence[Edge], targets: Sequence[Edge], rows: Sequence[Tensor]) -> list[Tensor | None]:
-    """Backpropagate every row of vectors from the sources to the targets, with PyTorch's own engine."""
+    """Backpropagate every row of vectors from the sources to the targets with PyTorch's engine."""
     if not sources:
         return [None] * len(targets)
     outputs, inputs = [gradient_edge(edge) for edge in sources], [gradient_edge(edge) for edge in targets]
@@ -93,7 +93,7 @@ def in_rows(many: Callable[..., Sequence[Any]], one: Callable[..., Sequence[Any]
     if len(rows[0]) > 1:
         try:
             return list(many(*rows))
-        except RuntimeError:  # if it is not about batching, ``one`` raises it too
+        except RuntimeError:  # if batching is not the cause, ``one`` raises the same error
             pass
     found = [one(*row) for row in zip(*rows, strict=True)]
     if len(found) == 1:
@@ -116,6 +116,6 @@ def add_products(total: list[Tensor | None], left: Diagonals, right: Diagonals, 
 
 
 def add_to(total: Any, key: Any, value: Tensor) -> None:
-    """``total[key] += value``, where nothing, or None, is zero."""
+    """``total[key] += value``. A missing value or None counts as zero."""
     present = total.get(key) if isinstance(total, dict) else total[key]
     total[key] = value if present is None else present + value

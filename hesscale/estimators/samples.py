@@ -1,4 +1,4 @@
-"""Whether samples are separate: a layer's output for one sample may affect the model's outputs of that sample only.
+"""Check that samples are independent: a layer's output for a sample may affect only the model's outputs for that sample.
 
 A tensor stores its samples one after the other, as equal parts of its entries. Its shape is (samples, …), or
 (samples · positions, …) after the flattening that a Linear does.
@@ -42,7 +42,7 @@ BATCHED = {  # and at which inputs
 
 
 def check_apart(outputs: Outputs, uses: Sequence[Use]) -> None:
-    """Raise unless each sample has its own part of every layer's output, and H couples no two samples."""
+    """Raise unless every layer's output divides into samples, and H is block diagonal with one block per sample."""
     count = outputs.sample_count
     if count < 2:
         return
@@ -113,12 +113,12 @@ def keeps_apart(node: Node, place: int, count: int) -> bool:
 
 
 def leading(shape: Sequence[int], count: int) -> int:
-    """How many of the first dimensions index the samples; one more than there are if the entries do not divide into samples."""
+    """The number of leading dimensions that index samples. If entries do not divide into samples, it is ``len(shape) + 1``."""
     return next((k for k in range(len(shape) + 1) if math.prod(shape[:k]) % count == 0), len(shape) + 1)
 
 
 def new_place(node: Node, dim: int, rank: int) -> int:
-    """Which dimension of the input becomes dimension ``dim`` of the result of a transposition or permutation."""
+    """The dimension of the input that a transposition or permutation moves to dimension ``dim`` of its result."""
     if node.name() == "PermuteBackward0":
         return dimension(saved(node, "dims")[dim], rank)
     pair = [dimension(saved(node, name), rank) for name in ("dim0", "dim1")]

@@ -50,13 +50,13 @@ from .lab.store import DamagedRun, Store
 from .lab.terminal import count, escaped, print_table
 
 START, EXPERIMENT, RUN = "Start", "Experiments", "Runs"  # groups of commands in the help text
-DEMO: dict[str, dict[str, Any]] = {"quality": {}, "supervised": {}, "rl": {"steps": 20_000}}  # and changes to the preset small
+DEMO: dict[str, dict[str, Any]] = {"quality": {}, "supervised": {}, "rl": {"steps": 20_000}}  # with changes to the preset small
 POLICIES = ("policy.pt", "checkpoint.pt")
 app = typer.Typer(cls=Group, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 
 
 def command(group: str, *examples: str, name: str | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a function a command, with examples in its help text."""
+    """Register a function as a command, with examples in its help text."""
     epilog = "\n".join(f"hesscale {example}" for example in examples)
     return app.command(name, cls=Command, epilog=epilog, rich_help_panel=group)
 
@@ -275,7 +275,7 @@ def explain(
         result = made()
         loss, model = result if isinstance(result, tuple) else (result, None)
         explanation = hesscale.explain(loss, model=model)
-    except Exception as error:  # whatever is wrong with it
+    except Exception as error:  # the user's function may raise any error
         raise typer.BadParameter(f"{type(error).__name__}: {error}") from None
     print(explanation)
 
@@ -310,7 +310,7 @@ def inspect_curvature(
     options: dict[str, Any] = {"steps": steps, "step_size": lr, "method": method}
     try:
         reports = inspect_and_write(factory, out.expanduser(), **options, num_samples=num_samples, max_batches=max_batches)
-    except Exception as error:  # whatever is wrong with it
+    except Exception as error:  # the user's function may raise any error
         raise typer.BadParameter(f"{type(error).__name__}: {error}") from None
     for name, report in reports.items():
         print(f"{name}\n\n{report}\n")

@@ -1,6 +1,6 @@
-"""The colours of methods in all figures: one for each family, whatever figure it is in and whatever stands beside it.
+"""The colours of methods: each family of methods has the same colour in all figures.
 
-Variants of a method share its colour. Where a figure shows several, their lines have different dashes.
+Variants of a method share its colour. If a figure shows several variants, their lines have different dashes.
 """
 
 from __future__ import annotations

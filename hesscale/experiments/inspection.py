@@ -34,13 +34,13 @@ Made = tuple[nn.Module, Iterable[Any], Callable[..., Tensor]]  # a model, its ba
 EXAMPLE, EXAMPLE_BATCHES, EXAMPLE_BATCH = "digits-tanh", 18, 64
 DECADES = 4  # of a figure's axis, on both sides of zero
 NOTES = {
-    "The diagonal h": "The mean and quantiles of the entries of h, and the shares of entries that are negative or zero.",
+    "The diagonal h": "The mean and quantiles of the entries of h, and the fractions of entries that are negative or zero.",
     "Gradients and steps": "‖g‖ is the norm of the gradient. |g/h| is the length of a Newton step: the median over entries with "
-    "a gradient. Too long is the share of entries with |g| > {max_step:g} |h|. Dead units are outputs of a weight, or entries of "
-    "a vector, with neither gradient nor curvature on any batch. GGN ÷ HesScaleGN is the sum of the Gauss-Newton diagonal, "
-    "estimated by random draws, as a multiple of the sum of HesScaleGN; ± is its standard error over batches. Do not compare h "
-    "between parameters whose multiples differ.",
-    "Largest entry of h of each parameter": "Where h is largest, with the gradient and the value of the parameter there.",
+    "a gradient. Too long is the fraction of entries with |g| > {max_step:g} |h|. Dead units are outputs of a weight, or entries "
+    "of a vector, with neither gradient nor curvature on any batch. GGN ÷ HesScaleGN is the sum of the Gauss-Newton diagonal, "
+    "estimated by random draws, divided by the sum of HesScaleGN; ± is its standard error over batches. Do not compare h between "
+    "parameters for which this ratio differs.",
+    "Largest entry of h of each parameter": "The index of the largest h, with the gradient and the value of the parameter there.",
 }
 CANNOT_REPEAT = (
     "the loader can be read only once; to train and inspect again, return one that can be read several times, such as a list "
@@ -67,7 +67,7 @@ def example() -> Made:
 
 
 def made_by(factory: str) -> Made:
-    """What the function ``module:function`` returns."""
+    """The result of the function ``module:function``."""
     module, colon, name = factory.partition(":")
     if not colon:
         raise ValueError(f"{factory!r} is not of the form module:function")
@@ -79,7 +79,7 @@ def made_by(factory: str) -> Made:
 
 
 def train(made: Made, steps: int, step_size: float) -> None:
-    """Steps of AdaHesScale."""
+    """Train with AdaHesScale."""
     model, loader, loss_fn = made
     optimizer = AdaHesScale([p for p in model.parameters() if p.requires_grad], lr=step_size)
     was_training = model.training
@@ -93,7 +93,7 @@ def train(made: Made, steps: int, step_size: float) -> None:
 
 
 def endless(loader: Iterable[Any], device: torch.device) -> Iterator[tuple[Any, ...]]:
-    """The arguments of each batch that is not empty, over the batches again and again."""
+    """The arguments of each batch that is not empty, repeating the loader endlessly."""
     while True:
         is_empty = True
         for batch in loader:
@@ -114,7 +114,7 @@ def with_progress(loader: Iterable[Any], max_batches: int | None) -> Iterable[An
 
 
 def page_of(reports: Mapping[str, CurvatureReport], title: str, command: str) -> str:
-    """A page of HTML that needs no other file."""
+    """A self-contained HTML page."""
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -148,7 +148,7 @@ def section(name: str, report: CurvatureReport) -> str:
 
 
 def figure(reports: Mapping[str, CurvatureReport]) -> Figure:
-    """By parameter: quantiles of h, the share of steps that are too long, and the Gauss-Newton diagonal ÷ HesScaleGN."""
+    """By parameter: quantiles of h, the fraction of steps that are too long, and the Gauss-Newton diagonal ÷ HesScaleGN."""
     names = [row["parameter"] for row in next(iter(reports.values())).rows]
     result = Figure(figsize=(max(5.0, 1.5 + 0.45 * len(names)), 8), layout="constrained")
     diagonals, steps, ratios = result.subplots(3, 1, sharex=True, height_ratios=(3, 2, 2))
@@ -186,7 +186,7 @@ def svg(drawn: Figure) -> str:
     file = io.StringIO()
     FigureCanvasSVG(drawn).print_svg(file, metadata={"Date": None})
     text = file.getvalue()
-    return text[text.index("<svg") :]  # without the declarations of an XML file
+    return text[text.index("<svg") :]  # without the XML declaration
 
 
 def as_json(reports: Mapping[str, CurvatureReport]) -> str:
@@ -209,7 +209,7 @@ def finite(value: Any) -> Any:
 def inspect_and_write(
     factory: str, out: Path, *, steps: int, step_size: float, method: str, num_samples: int, max_batches: int | None
 ) -> dict[str, CurvatureReport]:
-    """Inspect, train and inspect again, as far as ``steps`` asks for it; write ``out``/index.html and curvature.json."""
+    """Inspect the model; with ``steps``, train it and inspect it again. Write ``out``/index.html and curvature.json."""
     made = made_by(factory) if factory else example()
     if steps and isinstance(made[1], Iterator):
         raise ValueError(CANNOT_REPEAT)

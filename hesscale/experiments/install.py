@@ -1,4 +1,4 @@
-"""How to install what is missing."""
+"""How to install missing packages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def how_to_install(extra: str) -> str:
-    """The command that installs an extra of this package, from the checkout if this is one."""
+    """The command that installs an extra of this package, from the checkout if there is one."""
     checkout = Path(__file__).resolve().parents[2]
     if (checkout / "pyproject.toml").is_file():
         return f"pip install -e '{checkout}[{extra}]'"

@@ -1,4 +1,4 @@
-"""The optimizers of all experiments: their names on command lines, their labels and colours in figures, how each is made."""
+"""The optimizers of all experiments: their names on command lines, labels and colours in figures, classes and options."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ CURVATURE_WARMUP = 10  # Hessian diagonals that are averaged before the weights 
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """An optimizer as experiments offer it.
+    """An optimizer that experiments can choose.
 
     Attributes:
         name: on command lines and in records.
         label: in figures and tables.
         build: the class.
-        options: keyword arguments that make it this variant of the class.
-        family: the name of the optimizer that this is a variant of; its own name if it is none. A family shares a colour.
-        is_scaled: whether it has a trust region, whose radius whoever makes it has to give.
-        cost_label: in tables of costs, where the implementation and the number of draws matter; the label unless given.
+        options: the keyword arguments of this variant of the class.
+        family: the name of the optimizer of which this is a variant; by default, its own name. A family shares a colour.
+        is_scaled: whether it has a trust region. The experiment then has to pass the radius.
+        cost_label: the label in tables of costs, where the implementation and the number of draws matter; by default, ``label``.
     """
 
     name: str
@@ -52,9 +52,9 @@ class OptimizerSpec:
 
 
 class Muon(torch.optim.Optimizer):
-    """Torch's Muon for matrices, and AdamW for all other parameters, which Muon does not take, at the same step size.
+    """Torch's Muon for matrices, and AdamW for all other parameters, which Muon does not support, at the same step size.
 
-    Muon's updates are scaled to the length of AdamW's, as torch offers it.
+    Muon's updates are scaled to the length of AdamW's, by an option of torch's Muon.
     """
 
     def __init__(self, params: Iterable[Any], lr: float, eps: float = 1e-8) -> None:
@@ -171,12 +171,12 @@ OPTIMIZERS = Choices(
 
 
 def untrained(params: Iterable[Any], lr: float, **options: Any) -> Adam:
-    """An optimizer that leaves the weights as they are, whatever the step size: the floor that scores are measured from."""
+    """An optimizer that never changes the weights, as a baseline for scores."""
     return Adam(params, lr=0.0, **options)
 
 
 def tuning_free(name: str) -> Callable[..., Any]:
-    """What makes the optimizer of another package for an agent, from its weights and step size alone."""
+    """A function that creates an optimizer of another package from parameters and step size, and ignores all other options."""
 
     def build(params: Iterable[Any], lr: float, **_: Any) -> Any:
         from .rl.tuning_free import TuningFree
@@ -187,7 +187,7 @@ def tuning_free(name: str) -> Callable[..., Any]:
 
 
 UNTRAINED = "untrained"
-# Agents skip steps that are not finite, and may have a trust region, which only our Adam does.
+# Agents need to skip non-finite steps, and may have a trust region. Only our Adam supports this.
 AGENT_OPTIMIZERS = Choices(
     [
         replace(OPTIMIZERS["our-adam"], name="adam", label="Adam"),
@@ -214,13 +214,13 @@ HELP = "optimizers, separated by commas; name@0.01 sets the step size of one opt
 def with_step_sizes(optimizers: str, step_sizes: str, known: Mapping[str, object]) -> list[tuple[str, float]]:
     """Optimizers with each of their step sizes, from text: ``adam,adahesscale@1e-4`` and ``1e-4,3e-4``.
 
-    The step size after @ is the only one of an optimizer; one without has all of ``step_sizes``.
+    An optimizer with a step size after @ has only that one. Other optimizers have all of ``step_sizes``.
     """
     found: dict[tuple[str, float], None] = {}
     for text in filter(str.strip, optimizers.split(",")):
         name, at, own = text.strip().partition("@")
         if not name or (at and not own):
-            raise ValueError(f"optimizer: {text.strip()!r} is not of the form name or name@step size")
+            raise ValueError(f"optimizer: {text.strip()!r} must be a name, or name@step_size")
         choose(name, known, "optimizer")
         for size in [positive(own, "step_size")] if own else positives(step_sizes, "step_size"):
             found[name, size] = None

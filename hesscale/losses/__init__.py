@@ -5,9 +5,8 @@ the distribution, and φ is −A l for a policy gradient, or the surrogate of PP
 
     ∂y/∂x = φ' ∂l/∂x        ∂²y/∂x² = φ'' (∂l/∂x)² + φ' ∂²l/∂x²
 
-and :func:`hesscale.backward` needs nothing else at the outputs, in particular no double backward. For autograd, each loss is the
-same as if it were written with ``torch.distributions``. It can be differentiated any number of times, and never waits for a
-device.
+and :func:`hesscale.backward` needs nothing else at the outputs, in particular no double backward. Values and gradients are the
+same as with ``torch.distributions``. A loss can be differentiated any number of times, and never waits for a device.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Arguments that the losses have in common, and what users are told otherwise."""
+"""Arguments that the losses have in common, and their checks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def reduce(per_sample: Tensor, reduction: str) -> Tensor:
 
 
 def check_constants(of: str, parameter: Tensor, shape: torch.Size, **constants: Tensor) -> None:
-    """Constants match the parameter that they are compared with, and carry no gradient that would be lost."""
+    """Raise if the shape of a constant does not match, or if it requires a gradient, which the loss would ignore."""
     for name, constant in constants.items():
         if constant.shape != shape:
             raise ValueError(
@@ -22,7 +22,7 @@ def check_constants(of: str, parameter: Tensor, shape: torch.Size, **constants: 
                 f"Expected {tuple(shape)}"
             )
         if constant.requires_grad:
-            raise ValueError(f"{name} requires a gradient, but counts as constant in this loss. Pass {name}.detach()")
+            raise ValueError(f"{name} requires a gradient, but this loss treats it as a constant. Pass {name}.detach()")
 
 
 def check_clip(clip: float) -> float:

@@ -14,7 +14,7 @@ from .surrogates import Outer, as_it_is, chain, clipped, weighted
 
 
 def categorical(outer: Outer, needed: Sequence[bool], logits: Tensor, actions: Tensor, *constants: Tensor) -> Known:
-    """φ(log q_a) with q = softmax(z); by z, log q_a has the derivatives 1[k = a] − q_k and −(q_k − q_k²)."""
+    """φ(log q_a) with q = softmax(z). The derivatives of log q_a with respect to z are 1[k = a] − q_k and −(q_k − q_k²)."""
     log_q = logits.log_softmax(-1)
     q = log_q.exp()
     index = actions.unsqueeze(-1)
@@ -24,9 +24,9 @@ def categorical(outer: Outer, needed: Sequence[bool], logits: Tensor, actions: T
 
 
 def entropy(needed: Sequence[bool], logits: Tensor) -> Known:
-    """H = −Σ_k q_k log q_k: by z, −q (log q + H) and −q ((1 − 2q)(log q + H) + 1 − q)."""
+    """H = −Σ_k q_k log q_k, with the derivatives −q (log q + H) and −q ((1 − 2q)(log q + H) + 1 − q) with respect to z."""
     log_q = logits.log_softmax(-1)
-    log_q = log_q.clamp(min=torch.finfo(log_q.dtype).min)  # an action that is ruled out has the logit −∞
+    log_q = log_q.clamp(min=torch.finfo(log_q.dtype).min)  # a masked action has the logit −∞
     q = log_q.exp()
     value = -(q * log_q).sum(-1)
     excess = log_q + value.unsqueeze(-1)
@@ -132,8 +132,8 @@ def categorical_ppo(
 def categorical_entropy(logits: Tensor, *, reduction: str = "mean") -> Tensor:
     """Return the entropy H = −Σ_k q_k log q_k of each sample, with q = softmax(z).
 
-    To use it as a bonus, subtract it from a loss, times a coefficient. Its diagonal at the logits is
-    −q ((1 − 2q)(log q + H) + 1 − q). A logit of −∞ excludes an action.
+    For an entropy bonus, subtract it from a loss, times a coefficient. Its diagonal at the logits is
+    −q ((1 − 2q)(log q + H) + 1 − q). A logit of −∞ masks an action.
 
     Args:
         logits: (…, K).

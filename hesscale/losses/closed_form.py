@@ -12,7 +12,7 @@ Pair = tuple[Tensor, Tensor]  # ∂y/∂x and ∂²y/∂x², entry by entry
 
 
 class Known(NamedTuple):
-    """A function's value, one number per sample, and its derivatives by each input (None where they are not needed)."""
+    """A function's value, one number per sample, and its derivatives with respect to each input (None if not needed)."""
 
     value: Tensor
     derivatives: list[Pair | None]
@@ -22,9 +22,9 @@ Formula = Callable[..., Known]  # (needed, *inputs, *constants), in operators th
 
 
 class ClosedForm(torch.autograd.Function):
-    """y = f(x₁ …), whose derivatives are computed along with y, so that backward and curvature only multiply.
+    """y = f(x₁ …). The forward pass also computes the derivatives, so that the backward pass and the rule only multiply.
 
-    One subclass per formula: what hesscale remembers of a graph from step to step, it remembers by class.
+    There is one subclass per formula, since hesscale caches schedules by the classes of custom functions.
     """
 
     generate_vmap_rule = True
@@ -50,7 +50,7 @@ class ClosedForm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        """∂y/∂x · g; with ∂y/∂x evaluated anew where it will be differentiated in turn."""
+        """∂y/∂x · g. If it will be differentiated again, ∂y/∂x is recomputed with a graph."""
         inputs, constants, pairs = unpack(ctx)
         if torch.is_grad_enabled():
             pairs = ctx.formula(ctx.needs_input_grad[3 : 3 + ctx.count], *inputs, *constants).derivatives
@@ -63,7 +63,7 @@ class ClosedForm(torch.autograd.Function):
 
 
 def unpack(ctx: Any) -> tuple[Sequence[Tensor], Sequence[Tensor], list[Pair | None]]:
-    """Inputs, constants, and for each input that needs them its derivatives."""
+    """The inputs, the constants, and the derivatives with respect to each input (None if not needed)."""
     saved, count = ctx.saved_tensors, ctx.count
     firsts, seconds = saved[-2 * count :: 2], saved[1 - 2 * count :: 2]
     pairs = [None if first is None else (first, second) for first, second in zip(firsts, seconds, strict=True)]
@@ -71,13 +71,13 @@ def unpack(ctx: Any) -> tuple[Sequence[Tensor], Sequence[Tensor], list[Pair | No
 
 
 def per_argument(ctx: Any, given: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """What belongs to the inputs that need it, with None for every other argument of forward."""
+    """One value per argument of ``forward``: the given values for inputs that need one, and None for all others."""
     remaining = iter(given)
     return tuple([next(remaining) if needed else None for needed in ctx.needs_input_grad])
 
 
 def curvature(pair: Pair, g: Tensor | None, s: Tensor | None) -> Tensor | None:
-    """(∂y/∂x)² s + ∂²y/∂x² g, where None stands for zero."""
+    """(∂y/∂x)² s + ∂²y/∂x² g. None stands for zero."""
     first, second = pair
     bent = None if g is None else spread(g, first) * second
     if s is None:
@@ -87,10 +87,10 @@ def curvature(pair: Pair, g: Tensor | None, s: Tensor | None) -> Tensor | None:
 
 
 def spread(per_sample: Tensor, like: Tensor) -> Tensor:
-    """A number per sample, against the entries of each sample."""
+    """One number per sample, in a shape that broadcasts to the entries of each sample."""
     return per_sample.unsqueeze(-1) if per_sample.dim() < like.dim() else per_sample
 
 
 def wide(x: Tensor) -> Tensor:
-    """Half precision as float32, as autocast does for losses."""
+    """Convert half precision to float32, as autocast does for losses."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

@@ -17,7 +17,7 @@ from .surrogates import Outer, as_it_is, chain, clipped, weighted
 def gaussian(
     outer: Outer, scale: Scale, needed: Sequence[bool], mean: Tensor, raw: Tensor, x: Tensor, *constants: Tensor
 ) -> Known:
-    """φ(Σ_i log N(x_i; μ_i, σ_i)); by μ, log N has the derivatives z/σ and −1/σ² with z = (x − μ)/σ."""
+    """φ(Σ_i log N(x_i; μ_i, σ_i)). With z = (x − μ)/σ, the derivatives of log N with respect to μ are z/σ and −1/σ²."""
     log_std, inverse = scale.read(raw)
     z = (x - mean) * inverse
     z2 = z * z
@@ -192,7 +192,7 @@ def gaussian_entropy(
 ) -> Tensor:
     """Return the entropy Σ_i log σ_i + ½ log 2πe of each sample.
 
-    To use it as a bonus, subtract it from a loss, times a coefficient. Its second derivatives are −1/(2σ⁴) with respect to σ²,
+    For an entropy bonus, subtract it from a loss, times a coefficient. Its second derivatives are −1/(2σ⁴) with respect to σ²,
     −1/σ² with respect to σ, and 0 with respect to log σ.
 
     Args:

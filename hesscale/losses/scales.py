@@ -12,7 +12,7 @@ from .closed_form import Pair
 
 
 class Scale(NamedTuple):
-    """One way to give σ: how to read (log σ, 1/σ) from it, and the derivatives of log N(a; μ, σ) by it, from z² and 1/σ."""
+    """A parametrization of σ. ``read`` returns (log σ, 1/σ), and ``derivatives`` those of log N(a; μ, σ), from z² and 1/σ."""
 
     read: Callable[[Tensor], tuple[Tensor, Tensor]]
     derivatives: Callable[[Tensor, Tensor], Pair]
@@ -35,7 +35,7 @@ SCALES = {
 
 
 def scale_of(mean: Tensor | None, *given: Tensor | None) -> tuple[Scale, Tensor]:
-    """The one way in which σ is given, and its parameter."""
+    """The parametrization in which σ is given, and its value."""
     named = [(name, raw) for name, raw in zip(SCALES, given, strict=True) if raw is not None]
     if len(named) != 1:
         met = " and ".join(name for name, _ in named) or "none"

@@ -1,4 +1,4 @@
-"""What a policy's loss makes of a log-probability l: φ(l), and the chain rule."""
+"""The loss of a policy as a function φ(l) of the log-probability l, and the chain rule."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .closed_form import Known, Pair
 
 
 class Phi(NamedTuple):
-    """φ(l) with φ' and φ'', sample by sample; no φ'' where φ is linear."""
+    """φ(l), φ' and φ'' of each sample; φ'' is None if φ is linear."""
 
     value: Tensor
     first: Tensor
@@ -35,8 +35,8 @@ def weighted(log_prob: Tensor, advantages: Tensor) -> Phi:
 def clipped(clip: float, log_prob: Tensor, advantages: Tensor, old_log_prob: Tensor) -> Phi:
     """φ(l) = −min(r A, clip(r) A) with r = exp(l − l_old); φ' = φ'' = −r A, or 0 where the clipped term is the smaller one.
 
-    The two terms are equal inside the bounds, and there autograd's halves of both add up to the whole. Where they are equal
-    outside, by rounding, only the half that belongs to r A is left.
+    The two terms are equal inside the bounds. There, autograd gives half of the gradient to each term, and the halves add up. If
+    the terms are equal outside the bounds, due to rounding, only the half of r A remains.
     """
     ratio = (log_prob - old_log_prob).exp()
     bounded = ratio.clamp(1 - clip, 1 + clip)

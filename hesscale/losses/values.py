@@ -18,7 +18,7 @@ class ClippedValue(ClosedForm):
 
 
 def farther(clip: float, needed: Sequence[bool], values: Tensor, returns: Tensor, old_values: Tensor) -> Known:
-    """max((v − R)², (v_c − R)²) with v_c = v_old + clip(v − v_old, −ε, ε): each square counts half where they are equal."""
+    """max((v − R)², (v_c − R)²) with v_c = v_old + clip(v − v_old, −ε, ε). If the squares are equal, each counts half."""
     change = values - old_values
     bounded = change.clamp(-clip, clip)
     inside = (change == bounded).to(values.dtype)
@@ -32,8 +32,8 @@ def farther(clip: float, needed: Sequence[bool], values: Tensor, returns: Tensor
 def value_loss(values: Tensor, returns: Tensor, *, half: bool = False, reduction: str = "mean") -> Tensor:
     """Return (v − R)², or ½ (v − R)² with ``half=True``.
 
-    The second derivative is 2, or 1 with ``half=True``. It is divided by N if the loss is a mean. The ones of Appendix C
-    correspond to ``half=True, reduction="sum"``.
+    The second derivative is 2, or 1 with ``half=True``. It is divided by N if the loss is a mean. Those of Appendix C correspond
+    to ``half=True, reduction="sum"``.
 
     Args:
         values, returns: of one shape; returns are constants.

@@ -76,6 +76,6 @@ def unscale(optimizer: DerivativeOptimizer, batches: list[Batch]) -> None:
 
 
 def clear_scaler_attributes(optimizer: DerivativeOptimizer) -> None:
-    """Remove what GradScaler.step has set. GradScaler does so itself only if the optimizer's step does not raise."""
+    """Remove the attributes that GradScaler.step has set. GradScaler itself does not remove them if the step raises an error."""
     for name in ("grad_scale", "found_inf"):
         optimizer.__dict__.pop(name, None)

@@ -42,8 +42,8 @@ class CurvatureOptimizer(DerivativeOptimizer):
         trust_radius: Δ of the trust region (Algorithm 3); None for none.
         trust_region: ``"optimizer"`` scales all parameters by one η, as in the paper. ``"group"`` scales each group by its own η.
         bias_correction: let the trust region use the bias-corrected average of curvature, as in Algorithm 3.
-        curvature_every: k; :meth:`backward` computes curvature at every k-th step and a plain gradient at the others. The others
-            use the last average of curvature. The bias correction of this average counts curvature updates, not steps.
+        curvature_every: k; :meth:`backward` computes curvature at every k-th step, and only the gradient at all other steps,
+            which use the average of curvature as it is. The bias correction of this average counts curvature updates, not steps.
         curvature_warmup: k; the first k Hessian diagonals only update the averages, and the weights do not change. Without it, V̂
             is a single squared diagonal at the first step. Some of its entries are close to zero by chance, and only ε would
             bound their steps. Ten diagonals are enough.
@@ -60,7 +60,7 @@ class CurvatureOptimizer(DerivativeOptimizer):
         maximize: maximize the loss instead of minimizing it.
         foreach: update all parameters in a few calls (the default), or one by one with False.
         capturable: has no effect, since every step can be captured in a CUDA graph. A CUDA graph repeats the captured step, so
-            with ``curvature_every``, capture steps with and without curvature separately. A replay raises no errors. Read
+            with ``curvature_every``, capture steps with and without curvature separately. A replay raises no errors, so check
             ``nonfinite_steps`` yourself.
 
     Attributes:
@@ -209,9 +209,9 @@ class CurvatureOptimizer(DerivativeOptimizer):
         """Apply Algorithm 2, and Algorithm 3 in trust regions. Returns False if the host knows that the step was skipped."""
         self.check_radii()
         unscale(self, batches)
-        prepare_curvature(self, batches)  # of the unscaled curvature: this need not be linear
+        prepare_curvature(self, batches)  # after unscaling, since it need not be linear
         derivatives = [t for batch in batches for t in (*batch.gradients, *batch.curvatures)]
-        meshes = dict.fromkeys([batch.mesh for batch in batches if batch.mesh is not None])  # in the same order everywhere
+        meshes = dict.fromkeys([batch.mesh for batch in batches if batch.mesh is not None])  # in the same order in all processes
         where = partial(nonfinite_parameters, self.param_groups)
         mask = self.nonfinite_check.check(derivatives, getattr(self, "found_inf", None), meshes, where)
         if mask is not None and is_on_host(mask):
@@ -232,7 +232,7 @@ class CurvatureOptimizer(DerivativeOptimizer):
         return updates_of(batch)
 
     def warn_if_long(self, batches: list[Batch], updates: list[list[Tensor]], etas: list[Tensor | None]) -> None:
-        """Warn once if an entry of one of the first steps is far longer than the step size. It waits for a GPU once."""
+        """Warn once if an entry of one of the first steps is far larger than the step size. It waits for a GPU once."""
         if not self.uses_curvature or self._has_warned_of_length or torch.compiler.is_compiling():
             return
         waits = not all(is_on_host(batch.steps[0]) for batch in batches)

@@ -97,7 +97,7 @@ def collect_group(optimizer: CurvatureOptimizer, index: int, packing: Packing) -
         if batch.mesh is not None:
             batch.replace_by_shards()
     if packing.is_enabled and any(is_on_host(batch.steps[0]) and float(batch.steps[0]) > 0 for batch in found):
-        packing.pack(optimizer, found)  # the state was loaded: round as a run that was not interrupted would
+        packing.pack(optimizer, found)  # after loading a state: pack at once, to get the rounding of an uninterrupted run
         packed = packing.packed_batch(optimizer, index)
         return found if packed is None else [packed]
     return found
@@ -109,10 +109,10 @@ def add_parameter(batch: Batch, p: Tensor, optimizer: CurvatureOptimizer) -> Non
     averages_gradient_squares = optimizer.squares_gradient or needs_adam(batch.group)
     if averages_gradient_squares and "step" in state and "exp_avg_sq" not in state:
         raise RuntimeError(
-            "the optimizer's state has no exp_avg_sq: earlier steps did not average squared gradients, which Adam and graft need"
+            "the optimizer's state has no exp_avg_sq, which Adam and graft need: earlier steps did not average squared gradients"
         )
     if not averages_gradient_squares:
-        state.pop("exp_avg_sq", None)  # from now on it misses steps: with graft it would give wrong lengths later
+        state.pop("exp_avg_sq", None)  # it would miss the steps from now on, and be wrong if graft is turned on again later
     batch.params.append(p)
     batch.gradients.append(p.grad)  # type: ignore[arg-type]
     batch.momenta.append(state_tensor(state, "exp_avg", p))
@@ -130,7 +130,7 @@ def add_parameter(batch: Batch, p: Tensor, optimizer: CurvatureOptimizer) -> Non
 
 
 def prepare_curvature(optimizer: CurvatureOptimizer, batches: list[Batch]) -> None:
-    """Bring Hessian diagonals into the form that the optimizer averages. A pack's diagonals have it already."""
+    """Apply the optimizer's :meth:`prepare` to the Hessian diagonals. For a pack, this has already been done."""
     for batch in batches:
         if batch.pack is None and batch.curvatures:
             pairs = zip(batch.curvatures, batch.params, strict=True)
@@ -147,9 +147,9 @@ def state_tensor(state: dict[str, Any], name: str, p: Tensor) -> Tensor:
 
 
 def is_initialization(optimizer: CurvatureOptimizer, batches: list[Batch]) -> bool:
-    """Whether this step is torch.distributed.checkpoint's, which creates the state that it loads into.
+    """Whether torch.distributed.checkpoint makes this step, to create the state that it loads into.
 
-    It is a first step of size 0 with gradients that are 0 and no Hessian diagonals.
+    It is a first step of size 0, with zero gradients and no Hessian diagonals.
     """
     groups = optimizer.param_groups
     if groups[0]["step_count"] or any(batch.curvatures for batch in batches) or not optimizer.uses_curvature:
@@ -158,7 +158,7 @@ def is_initialization(optimizer: CurvatureOptimizer, batches: list[Batch]) -> bo
 
 
 def check_curvature(optimizer: CurvatureOptimizer, batches: list[Batch]) -> None:
-    """Raise unless all parameters with a gradient have a new Hessian diagonal, or none has and none is due."""
+    """Raise unless all parameters with a gradient have a new Hessian diagonal, or none has one and none is due."""
     wanted = sum([len(batch.curvature_squares) for batch in batches])
     present = sum([len(batch.curvatures) for batch in batches])
     if present == wanted:

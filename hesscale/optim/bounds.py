@@ -20,9 +20,9 @@ from .scalars import Number, clamp, each, is_on_host, materialize, on_host
 if TYPE_CHECKING:
     from .batches import Batch
 
-NEUTRAL: dict[str, Any] = {"damping": 0.0, "update_clip": None, "graft": None}  # no bounds, as in the paper
+NEUTRAL: dict[str, Any] = {"damping": 0.0, "update_clip": None, "graft": None}  # the paper's optimizers, without bounds
 SAFE_DAMPING, SAFE_GRAFT = 0.03, (1.0, 1.0)  # the defaults of AdaHesScale and AdaHesScaleGN
-LONG_ENTRY = 100  # times the step size; a longer entry in one of the first WATCHED_STEPS steps draws a warning
+LONG_ENTRY = 100  # times the step size; a larger entry of one of the first WATCHED_STEPS updates causes a warning
 WATCHED_STEPS = 10
 LARGEST = 1e30  # in place of an infinite b of ``graft``, since ∞ times a length of 0 would not be a number
 

@@ -21,7 +21,7 @@ from . import CurvatureOptimizer
 
 _lock = threading.Lock()
 _original: Callable[..., None] = torch.autograd.backward  # torch.autograd.backward as it is outside all blocks
-_foreign_patch: Callable[..., None] | None = None  # somebody else's wrapper of our patch, still installed after the block
+_foreign_patch: Callable[..., None] | None = None  # another library's wrapper of our patch, still installed after the block
 _open_blocks = 0  # in all threads
 _local = threading.local()  # .captures: this thread's open blocks, innermost last
 
@@ -30,9 +30,9 @@ _local = threading.local()  # .captures: this thread's open blocks, innermost la
 def capture(*optimizers: CurvatureOptimizer, scaler: torch.amp.GradScaler | None = None, **options: Any) -> Iterator[None]:
     """Make every ``loss.backward()`` inside the block also compute the Hessian diagonals that these optimizers need.
 
-    This holds for the thread that opens the block, and only the parameters of these optimizers receive curvature. Each optimizer
+    This applies to the thread that opens the block, and only the parameters of these optimizers receive curvature. Each optimizer
     uses its own method, and only at steps that need curvature (``curvature_every``). All other backward passes are unchanged.
-    Passes with gradients, inputs or several losses as arguments are unchanged too, and so are calls of a ``backward`` that was
+    So are calls with the argument ``gradient`` or ``inputs`` or with several losses, and calls of a ``backward`` that was
     imported by name from torch.autograd before the block.
 
     Args:
@@ -112,7 +112,7 @@ def captured_backward(
     grad_variables: Any = None,
     inputs: Any = None,
 ) -> None:
-    """Replaces torch.autograd.backward: does the same, and computes curvature for captured optimizers for which it is due."""
+    """Replaces torch.autograd.backward inside a block. Also computes curvature for captured optimizers for which it is due."""
     loss = tensors[0] if isinstance(tensors, (tuple, list)) and len(tensors) == 1 else tensors
     is_plain = isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad and not create_graph
     is_plain = is_plain and grad_tensors is None and grad_variables is None and inputs is None
@@ -133,7 +133,7 @@ def due_optimizers(loss: Tensor, captures: list[Capture]) -> list[tuple[Curvatur
                 continue
             if not reaches(edge_of(loss)[0], leaf_ids(optimizer.parameters())):
                 if not any(is_sharded(p) for p in optimizer.parameters()):
-                    check_unsharded(leaves_of(loss))  # the optimizer may have the parameters of before the sharding
+                    check_unsharded(leaves_of(loss))  # the optimizer may hold the parameters from before the sharding
             else:
                 scaler = block.scaler
                 scale = {} if scaler is None else {"scale": scaler.scale(torch.ones((), device=loss.device))}

@@ -18,7 +18,7 @@ LATER_OPTIONS = {"curvature_warmup": 0, **bounds.NEUTRAL}  # early pickles lack 
 
 
 def picklable_attributes(optimizer: CurvatureOptimizer) -> dict[str, Any]:
-    """The public attributes of an optimizer, without the function by which a scheduler replaces ``step``."""
+    """The public attributes of an optimizer, without the wrapper that a scheduler has installed as ``step``."""
     return {name: value for name, value in optimizer.__dict__.items() if name[0] != "_" and not callable(value)}
 
 
@@ -43,7 +43,7 @@ def complete_loaded_state(optimizer: CurvatureOptimizer, saved: dict[str, Any]) 
     params = [p for group in optimizer.param_groups for p in group["params"]]
     unrounded = {p: saved["state"].get(key, {}) for key, p in zip(keys, params, strict=True)}
     for group in optimizer.param_groups:
-        is_ours = "trust_radius" in group  # not that of an optimizer of torch, which says nothing of bounds
+        is_ours = "trust_radius" in group  # a group saved by a torch optimizer does not say whether there were bounds
         options = {**optimizer.defaults, **bounds.NEUTRAL} if is_ours else optimizer.defaults
         for name in optimizer.option_names:
             group.setdefault(name, options[name])

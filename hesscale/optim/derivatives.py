@@ -23,7 +23,7 @@ class DerivativeOptimizer(Optimizer):
     """A torch optimizer whose :meth:`backward` fills ``.grad``, and ``.hess_diag`` at the steps that need it."""
 
     method: ClassVar[str]  # of :func:`hesscale.backward`, or the name of an estimator
-    squares_gradient: ClassVar[bool] = False  # whether V averages F², as in Adam, and not S²
+    squares_gradient: ClassVar[bool] = False  # whether V averages F², as in Adam, instead of S²
     curvature_every: int
     curvature_dtype: torch.dtype | None
     curvature_is_unscaled: bool  # whether ``hess_diag`` has already been divided by a gradient scaler's factor
@@ -48,7 +48,7 @@ class DerivativeOptimizer(Optimizer):
         return self.curvature_every
 
     def phase_at(self, step: int) -> tuple[bool, ...]:
-        """What :meth:`backward` computes at step number ``step``. The first entry: whether it computes a Hessian diagonal."""
+        """What :meth:`backward` computes at step number ``step``. The first entry says whether it computes a Hessian diagonal."""
         return (self.uses_curvature and step % self.curvature_every == 0,)
 
     def backward(
@@ -95,7 +95,9 @@ class DerivativeOptimizer(Optimizer):
         options = {"outputs": None, "head": "auto", "fallback": "error", "curvature_dtype": self.curvature_dtype, **options}
         averaged = averaged_with_gradients(partial(leaves_of, loss), self.curvature_dtype, changes_later=scale is not None)
         with averaged, unscaled_curvature(self, scale):
-            engine.carry(lambda: loss.backward(retain_graph=retain_graph), loss, self.parameters(), method=self.method, **options)
+            engine.fill_hess_diags(
+                lambda: loss.backward(retain_graph=retain_graph), loss, self.parameters(), method=self.method, **options
+            )
 
     def fill_curvature_alone(self, loss: Tensor, *, scale: Tensor | None = None, **options: Any) -> None:
         """Fill ``hess_diag`` of this optimizer's parameters in a pass of its own, which keeps the graph and every ``.grad``."""

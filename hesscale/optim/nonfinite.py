@@ -54,7 +54,7 @@ class NonFiniteCheck:
     ) -> Tensor | None:
         """Count the step if a number is not finite, and report it as ``on_nonfinite`` says.
 
-        Tensors are shards of DTensors on ``meshes``: a step is skipped in all processes if a number of one is not finite.
+        If there are ``meshes``, the tensors are shards of DTensors. A non-finite number then skips the step in all processes.
         A gradient scaler sets ``found_inf``. The overflows that it has found are masked, but neither counted nor reported.
         ``where`` names the parameters, for the error.
 
@@ -129,7 +129,7 @@ class NonFiniteCheck:
         return is_taken
 
     def note_silent_step(self) -> None:
-        """Remember that the last step must not be reported. On a CPU there is no need: its count has been read already."""
+        """Record that the last step must not be reported. On a CPU, this is not needed, since its count has already been read."""
         count = self.counters.get("nonfinite")
         self.has_silent_steps |= count is not None and not count.is_cpu
 
@@ -178,9 +178,9 @@ EARLIER_NAMES = {"reported": "reported_count", "on_its_way": "pending_copy", "cu
 
 
 def is_capturing() -> bool:
-    """Whether a CUDA graph is being captured. The host may not read anything then; the graph's own counter goes on.
+    """Whether a CUDA graph is being captured. The host must not read anything then. The counter in the graph still counts.
 
-    A process that has not used CUDA captures nothing, and the question is an error where torch has CUDA but finds no driver.
+    CUDA is asked only if the process has used it, since the call fails if torch was built with CUDA but there is no driver.
     """
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 

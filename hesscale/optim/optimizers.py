@@ -1,4 +1,4 @@
-"""The optimizers themselves: which Hessian diagonal each takes, and what its V averages."""
+"""The optimizers: which Hessian diagonal each of them uses, and what its V averages."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class AdaHesScaleGN(BoundedOptimizer):
     Args:
         calibrate_every: k; at every k-th step, a Monte-Carlo estimate of the exact Gauss-Newton diagonal measures how much of it
             HesScaleGN leaves out. The diagonal of each parameter tensor is then multiplied by one number, so that its sum is
-            right on average. This costs two more backward passes at these steps. None for no calibration.
+            correct on average. This costs two more backward passes at these steps. None for no calibration.
         generator: the random number generator of the draws; None for torch's default generator.
         lr, betas, eps, weight_decay, options: as in :class:`AdaHesScale`.
     """
@@ -144,7 +144,7 @@ class AdaHesScaleGN(BoundedOptimizer):
 
     @contextmanager
     def calibrated(self, loss: Tensor, **options: Any) -> Iterator[None]:
-        """A pass over a loss: calibrate before it, if that is due."""
+        """Wraps a backward pass of a loss. Calibrates before the pass if calibration is due."""
         if not self.phase_at(self.param_groups[0]["step_count"])[1]:
             yield
             return
@@ -173,7 +173,7 @@ class AdaHesScaleGN(BoundedOptimizer):
                     sums.copy_(torch.where(new.isfinite().all(), sums.lerp(new, 1 - CALIBRATION_DECAY), sums))
 
     def calibration_sums(self, p: Tensor) -> Tensor:
-        """The averaged sums of a parameter's diagonal: the Monte-Carlo estimate's, and HesScaleGN's."""
+        """Two averages for a parameter: of the sum of its Monte-Carlo diagonal, and of the sum of its HesScaleGN diagonal."""
         state = self.state[p]
         if "calibration_sums" not in state:
             state["calibration_sums"] = torch.zeros(2, dtype=counter_dtype(p), device=p.device)
@@ -218,7 +218,7 @@ class Sampled(CurvatureOptimizer):
         lr, betas, eps, weight_decay, options: as in :class:`CurvatureOptimizer`.
     """
 
-    draws_signs: ClassVar[bool] = False  # whether it draws signs for parameters, the same in all processes, or at the outputs
+    draws_signs: ClassVar[bool] = False  # whether it draws signs for parameters, the same in all processes; else, at the outputs
 
     def __init__(
         self,

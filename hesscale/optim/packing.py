@@ -1,4 +1,4 @@
-"""Small parameters on a CPU share one flat tensor per average, since calling an operator costs more than its arithmetic there."""
+"""Small parameters on a CPU share one flat tensor per average, since the overhead of a call costs more than its arithmetic."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ State = Mapping[Tensor, dict[str, Any]]
 
 
 class Packing:
-    """The packs of an optimizer, by the index of their group."""
+    """The packs of an optimizer, by the index of their parameter group."""
 
     def __init__(self, *, is_enabled: bool = True) -> None:
         self.is_enabled = is_enabled
@@ -59,7 +59,7 @@ class Packing:
         return pack.filled_batch(group, gradients, curvatures)
 
     def pack(self, optimizer: CurvatureOptimizer, batches: list[Batch]) -> None:
-        """From the next step on, keep the averages of each batch that is a whole group of small parameters in one tensor."""
+        """Store the averages of a batch in flat tensors, from the next step on, if it is a whole group of small parameters."""
         if not self.is_enabled:
             return
         for batch in batches:
@@ -102,7 +102,7 @@ class Pack:
         self.states = [state[p] for p in batch.params]
         self.batch = Batch(batch.group, batch.group_index, params=batch.params, squares_gradient=batch.squares_gradient)
         self.batch.pack, self.batch.numels = self, [p.numel() for p in batch.params]
-        self.places: list[tuple[dict[str, Any], str]] = []  # the entries of states that hold views
+        self.places: list[tuple[dict[str, Any], str]] = []  # the state dicts and keys whose values are views
         self.views: list[Tensor] = []
         for attribute, name in {**AVERAGES, **COUNTERS}.items():
             if tensors := getattr(batch, attribute):

@@ -1,4 +1,4 @@
-"""Options that optimizers pass on to their base class, with types for editors, and signatures that show them for ``help``."""
+"""The types of options that optimizers pass on to their base class, and signatures that list these options in ``help``."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class SharedOptions(TypedDict, total=False):
 
 
 class CurvatureOptions(SharedOptions, total=False):
-    """The same with the two whose defaults differ between optimizers."""
+    """:class:`SharedOptions`, and the two options whose defaults differ between optimizers."""
 
     damping: float
     graft: tuple[float, float] | None
 
 
 class SampledOptions(CurvatureOptions, total=False):
-    """The same with those of random estimates."""
+    """:class:`CurvatureOptions`, and the options of random estimates."""
 
     num_samples: int
     generator: torch.Generator | None

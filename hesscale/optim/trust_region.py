@@ -97,19 +97,19 @@ def scaled_shares(counters: dict[str, Tensor]) -> dict[int, Tensor]:
 
 
 def adapt_trust_radius(groups: Iterable[dict[str, Any]], measured: float, target: float, *, max_factor: float = 2.0) -> None:
-    """Change the trust radius of parameter groups so that a change that their steps made comes closer to a target.
+    """Adapt the trust radius of parameter groups, so that the effect of their steps comes closer to a target.
 
-    The change may be any number that grows with the square of the steps' length, as Δ does. An example is the KL divergence
+    The effect may be any number that grows with the square of the steps' length, as Δ does. An example is the KL divergence
     between the policies before and after an update. So Δ is multiplied by target / measured, within limits.
 
     Args:
         groups: entries of ``optimizer.param_groups``. If one trust region has all groups, pass all of them.
-        measured: the change since the radius was last adapted.
-        target: what it should have been.
+        measured: the effect since the radius was last adapted.
+        target: the desired effect.
         max_factor: Δ grows and shrinks by at most this factor.
 
     Raises:
-        ValueError: if the measured change is NaN, an option is out of range, or a group has no trust radius.
+        ValueError: if ``measured`` is NaN, an option is out of range, or a group has no trust radius.
 
     Example:
         >>> import torch, hesscale
@@ -124,9 +124,7 @@ def adapt_trust_radius(groups: Iterable[dict[str, Any]], measured: float, target
     check_range("target", target, target > 0, "positive")
     check_range("max_factor", max_factor, max_factor >= 1, "at least 1")
     if any(group["trust_radius"] is None for group in groups):
-        raise ValueError(
-            "a parameter group without a trust_radius cannot adapt it; create the optimizer with a first trust_radius"
-        )
+        raise ValueError("a parameter group has no trust_radius to adapt; create the optimizer with an initial trust_radius")
     factor = min(max(target / measured, 1 / max_factor), max_factor) if measured > 0 else max_factor
     for group in groups:
         if isinstance(group["trust_radius"], Tensor):  # it stays at its address, so a compiled step need not be traced again

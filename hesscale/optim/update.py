@@ -150,7 +150,7 @@ def denominators_of(batch: Batch, squares: list[Tensor], steps: list[Tensor], *,
     else:
         terms = each(lambda root: eps * root + (root == 0), roots)
     torch._foreach_add_(denominators, bounds.for_entries(batch, terms))
-    if isinstance(eps, Tensor) or eps == 0:  # no step where V is 0
+    if isinstance(eps, Tensor) or eps == 0:  # a weight does not change where V is 0
         denominators = [d.masked_fill_(d == 0, torch.inf) for d in denominators]
     return denominators, roots
 

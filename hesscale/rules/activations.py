@@ -1,7 +1,7 @@
-"""Activations y = f(x): s_x = f'(x)² s + f''(x) g, in as few kernels as it takes.
+"""Activations y = f(x): s_x = f'(x)² s + f''(x) g, in as few kernels as possible.
 
-A node multiplies by f' in one fused kernel when it is called, so node(s) = f' s and node(node(s)) = f'² s. That kernel, taken
-by itself, also serves a part of a large tensor.
+A call of a node multiplies by f' in one fused kernel, so node(s) = f' s and node(node(s)) = f'² s. For parts of a large tensor,
+the same kernel is called directly.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 
 def curved(*names: str) -> Callable[[Kernels], Kernels]:
-    """Register y = f(x) from ``function(node)``, which returns v ↦ f'(x) v, a function of v and x, and f'', a new tensor."""
+    """Register y = f(x). ``function(node)`` returns two functions: (v, x) ↦ f'(x) v, and x ↦ f''(x) as a new tensor."""
 
     def register(function: Kernels) -> Kernels:
         def apply(node: Node, g: Share, s: Share) -> Share:
@@ -51,7 +51,7 @@ def curved(*names: str) -> Callable[[Kernels], Kernels]:
 
 
 def factored(node: Node, s: Share, term: Share, rate: float = 1) -> Share:
-    """f' (f' s + rate · term), for f'' g = rate · f' · term; a term that nobody else holds is freed on the way."""
+    """f' (f' s + rate · term), for f'' g = rate · f' · term. A term without other references is freed before the last product."""
     if s is None:
         return None if term is None else node(term if rate == 1 else term * rate)
     inner = node(s)
@@ -80,7 +80,7 @@ def hardsigmoid(node: Node, s: Tensor) -> Share:
 @linear("LeakyReluBackward0", "LeakyReluBackward1", **ONE_TO_ONE)
 def leaky_relu(node: Node, s: Tensor) -> Share:
     """f' = 1 where x > 0, else the slope"""
-    x = saved(node, "self" if node.name() == "LeakyReluBackward0" else "result")  # of one sign
+    x = saved(node, "self" if node.name() == "LeakyReluBackward0" else "result")  # x and y have the same sign
     return aten.leaky_relu_backward(s, x, saved(node, "negative_slope") ** 2, False)
 
 
@@ -138,7 +138,7 @@ def exponential_tail(node: Node, g: Share, s: Share, rate: float) -> Share:
     """f' (f' s + κ g) where x < 0, else f'² s."""
     if g is None:
         return factored(node, s, None)
-    x = saved(node, "result" if node.name().endswith("1") else "self")  # of one sign
+    x = saved(node, "result" if node.name().endswith("1") else "self")  # x and y have the same sign
     return factored(node, s, aten.hardtanh_backward(g, x, -math.inf, 0), rate)
 
 
@@ -156,7 +156,7 @@ def gelu_second(x: Tensor) -> Tensor:
 
 
 def gelu_by_tanh(x: Tensor) -> Tensor:
-    """y = ½ x (1 + t), t = tanh u, u = k (x + c x³): f'' = (1 − t²) (u' + ½ x u'' − x t u'²)."""
+    """f'' of y = ½ x (1 + t), t = tanh u, u = k (x + c x³): (1 − t²) (u' + ½ x u'' − x t u'²)."""
     k, c = math.sqrt(2 / math.pi), 0.044715
     square = x * x
     t = (square * (k * c)).add_(k).mul_(x).tanh_()

@@ -1,8 +1,8 @@
 """Attention in one operator: O = P V with P = softmax(S), S = c Q Kᵀ + B.
 
-The shares are those that the recursion gives for the same layer written out: a product, a softmax, dropout, a product. They are
-computed for blocks of rows of P, which are made again from Q and K, so that the whole of P is never in memory. On a GPU and in
-bfloat16, :mod:`hesscale.rules.kernels.attention` computes them where there is neither a bias nor dropout.
+The shares are the same as for separate operators: a product, a softmax, dropout, a product. They are computed for blocks of rows
+of P, which are recomputed from Q and K, so that the whole of P is never in memory. On a GPU in bfloat16, without bias and
+dropout, :mod:`hesscale.rules.kernels.attention` computes them.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from .bilinear import squared
 from .reductions import plus
 from .registry import BL89, Final, Node, Share, chain, needs, rule, saved
 
-MAX_ENTRIES = {"cpu": 2**18, "cuda": 2**26}  # of a block of P; a handful of such blocks are in memory at once
-CAUSAL_ROWS = 32  # of a block on a CPU, at least: a block leaves out the columns that none of its rows sees
+MAX_ENTRIES = {"cpu": 2**18, "cuda": 2**26}  # of a block of P; a few such blocks are in memory at once
+CAUSAL_ROWS = 32  # the minimum for a block on a CPU, which skips the columns that are masked for all of its rows
 NODES = (
     "ScaledDotProductFlashAttentionForCpuBackward0",
     "ScaledDotProductFlashAttentionBackward0",
@@ -36,15 +36,15 @@ ScoreRule = Callable[[Tensor, Tensor, Share, Share, Share], Tensor]
 
 
 class Attention(NamedTuple):
-    """What an attention node has saved, in tensors of shape (batch, heads, length, size).
+    """The tensors that an attention node has saved, in the shape (batch, heads, length, size).
 
     Attributes:
         q: c Q.
-        k, v: with one head of keys and values for each head of queries.
+        k, v: K and V, repeated to one head of keys and values for each head of queries.
         output: O.
-        bias: B, where it is not zero.
-        keep: what dropout multiplies P by, where there is dropout.
-        is_causal: whether row i sees columns up to i only.
+        bias: B; None for zero.
+        keep: the factors by which dropout multiplies P; None without dropout.
+        is_causal: whether row i attends only to columns up to i.
         squares: of c Q and c K, in the dtype of s, and of V.
     """
 
@@ -58,27 +58,27 @@ class Attention(NamedTuple):
     squares: tuple[Tensor, Tensor, Tensor]
 
     def columns(self, rows: slice) -> slice:
-        """The columns that some of these rows see."""
+        """The columns to which some of these rows attend."""
         return slice(0, min(rows.stop, self.k.shape[2]) if self.is_causal else self.k.shape[2])
 
     def probabilities(self, block: Block, columns: slice) -> Tensor:
         """Rows of P."""
         batches, heads, rows = block
         scores = self.q[block] @ self.k[batches, heads, columns].mT
-        if self.is_causal:  # columns before the first row are seen by all
+        if self.is_causal:  # all rows attend to columns before the first row
             row = torch.arange(rows.start, rows.stop, device=scores.device)
             column = torch.arange(min(rows.start, columns.stop), columns.stop, device=scores.device)
             scores[..., rows.start :].masked_fill_(column > row[:, None], -math.inf)
         if self.bias is None:
             return scores.softmax(-1)
-        return torch._safe_softmax(scores + self.bias[batches, heads, rows, columns], -1)  # some rows may see nothing
+        return torch._safe_softmax(scores + self.bias[batches, heads, rows, columns], -1)  # some rows may be fully masked
 
 
 def read(node: Node, like: Tensor) -> Attention:
-    """What the node has saved, in single precision or better; squares in the dtype of ``like``."""
+    """The tensors that the node has saved, in single precision or better, with squares in the dtype of ``like``."""
     q, k, v, scale = inputs_of(node)
     shape = (*q.shape[:3], k.shape[2])
-    # In the order of their dimensions: products of blocks would copy them otherwise.
+    # Contiguous, since products of blocks would copy them otherwise.
     q, k, v = (x.to(torch.promote_types(x.dtype, torch.float32)).contiguous() for x in (q, k, v))
     q = q * scale
     bias = bias_of(node)
@@ -106,7 +106,7 @@ def bias_of(node: Node) -> Tensor | None:
 
 
 def dropout_factors(node: Node, shape: tuple[int, ...]) -> Tensor:
-    """What dropout has multiplied P by: 0, or 1 / (1 − p). This is the one tensor here that is as large as P."""
+    """The factors by which dropout has multiplied P: 0 or 1 / (1 − p). No other tensor here is as large as P."""
     p = saved(node, "dropout_p")
     if "Efficient" in node.name():
         seed, offset = (int(saved(node, f"philox_{name}")) for name in ("seed", "offset"))
@@ -118,7 +118,7 @@ def dropout_factors(node: Node, shape: tuple[int, ...]) -> Tensor:
 
 
 def flash_dropout_mask(node: Node) -> Tensor:
-    """Which entries of P flash attention has kept: it tells if it runs again with the same random numbers, by their signs."""
+    """Which entries of P flash attention's dropout has kept. Attention is computed again, and returns them as the signs of P."""
     fields: Any = node
     q, k, v = fields._saved_query, fields._saved_key, fields._saved_value
     seed, offset = saved(node, "rng_state").view(torch.int64).tolist()
@@ -140,7 +140,7 @@ def flash_dropout_mask(node: Node) -> Tensor:
 
 
 def blocks(given: Attention) -> Iterator[Block]:
-    """All rows of P in parts that are not too large: of several batches, of several heads of one, or of one head."""
+    """All rows of P in blocks of limited size: from several samples, from several heads of a sample, or from one head."""
     batches, heads, rows, columns = *given.q.shape[:3], given.k.shape[2]
     device = given.q.device.type
     limit = max(1, MAX_ENTRIES.get(device, MAX_ENTRIES["cpu"]) // max(columns, 1))  # rows
@@ -235,7 +235,7 @@ def shares_by_blocks(node: Node, g: Share, s: Share, like: Tensor, score_rule: S
 
 
 def add_shares(shares: list[Share], given: Attention, block: Block, g: Share, s: Share, score_rule: ScoreRule) -> None:
-    """Add what some rows of P contribute."""
+    """Add the contribution of a block of P."""
     batches, heads, rows = block
     columns = given.columns(rows)
     seen = batches, heads, columns
@@ -265,14 +265,14 @@ def add_shares(shares: list[Share], given: Attention, block: Block, g: Share, s:
 
 
 def add_to_bias(share: Tensor, to_scores: Tensor, where: tuple[slice, ...]) -> None:
-    """Add the share of a block to that of B, summed over the dimensions along which B is the same."""
+    """Add a block's share to that of B, summed over the dimensions along which B was broadcast."""
     place = [part if size > 1 else slice(None) for part, size in zip(where, (1,) * (4 - share.dim()) + share.shape, strict=True)]
     target = share[tuple(place[4 - share.dim() :])]
     target += to_scores.sum_to_size(target.shape).to(share.dtype)
 
 
 def merged(node: Node, shares: list[Share]) -> list[Share]:
-    """Where one tensor is at several inputs, its shares add up, as they do where the layer is written out."""
+    """Add up the shares of a tensor that is at several inputs, as for separate operators."""
     edges = list(node.next_functions)
     for i, edge in enumerate(edges):
         first = edges.index(edge)

@@ -1,7 +1,7 @@
-"""Products: y is linear in each factor, so its own backward with the other factors squared gives their shares (Eq. 3).
+"""Products: y is linear in each factor, so the operator's backward with the other factors squared gives the shares (Eq. 3).
 
-Mixed second derivatives ∂²y/∂A∂B are not zero. Where one tensor is both factors, they are its own second derivatives, and g
-matters too. Products are computed in the dtype of s.
+Mixed second derivatives ∂²y/∂A∂B are not zero. If the same tensor is both factors, they contribute to its second derivatives, and
+the share depends on g as well. Products are computed in the dtype of s.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch import Tensor
 from .reductions import plus
 from .registry import Final, Node, Share, dimension, linear, needs, saved
 
-SUMMAND = "its summand is also one of its factors, which its curvature rule does not cover; write the product and the sum apart"
+SUMMAND = "its summand is also one of its factors, which its curvature rule does not cover; use a product and a separate sum"
 ALIGNED_ENTRIES = 8  # in two bytes each
 SPARSE = Final("a sparse factor needs a gradient, and curvature is dense; make it dense, or detach it")
 
 
 def is_sparse(child: Node | None, strides: Sequence[int]) -> bool:
-    """Whether a factor needs a share and is sparse: then no strides of it are saved."""
+    """Whether a factor needs a share and is sparse. The node saves no strides of a sparse factor."""
     return child is not None and not strides
 
 
@@ -60,12 +60,12 @@ def bmm(node: Node, s: Tensor) -> list[Share]:
 
 
 def dense(factor: Tensor | None) -> Tensor | None:
-    """A sparse constant in full, of which there are no batched products."""
+    """A sparse constant as a dense tensor, since there are no batched products of sparse tensors."""
     return factor if factor is None or factor.layout == torch.strided else factor.to_dense()
 
 
 def summand_is_factor(node: Node) -> str | None:
-    """Of the ways in which β b + α A B may meet a tensor twice, the rules cover A = B only."""
+    """Why β b + α A B is refused if b is also a factor. If one tensor is at two inputs, the rules cover only A = B."""
     summand, left, right = node.next_functions
     return SUMMAND if summand[0] is not None and summand in (left, right) else None
 
@@ -138,7 +138,7 @@ def baddbmm(node: Node, s: Tensor) -> list[Share]:
 
 
 def batch_factors(node: Node, first: int, s: Tensor, left: Share, right: Share) -> list[Share]:
-    """The shares of A and B, which are inputs ``first`` and the next; each is saved where the other needs its share."""
+    """The shares of A and B, the inputs ``first`` and ``first + 1``. A factor is saved only if the other one needs a share."""
     shares: list[Share] = [None, None]
     if right is not None and needs(node, first):
         shares[0] = left_share(s, right, () if left is None else left.stride())
@@ -158,7 +158,7 @@ def grouped_mm(node: Node, s: Tensor) -> list[Share]:
 
 
 def grouped_product(left: Tensor, right: Tensor, offsets: Share) -> Tensor:
-    """A B by groups. The kernels take float32 and less, in rows or columns that begin at multiples of 16 bytes."""
+    """A B by groups. The kernels support float32 and narrower dtypes, in rows or columns that are aligned to 16 bytes."""
     left, right = (x if 1 in x.stride()[-2:] else x.contiguous() for x in (left, right))
     narrow = left.dtype.itemsize < 4 and not (is_aligned(left) and is_aligned(right))
     if narrow or left.dtype == torch.float64:
@@ -171,13 +171,13 @@ def is_aligned(x: Tensor) -> bool:
 
 
 def left_share(s: Tensor, right: Tensor, strides: Sequence[int]) -> Tensor:
-    """s_A = s (B²)ᵀ, laid out in memory like A"""
+    """s_A = s (B²)ᵀ, in the memory layout of A"""
     squares, s = operands(right, s)
     return (squares @ s.mT).mT if by_columns(strides) else s @ squares.mT
 
 
 def right_share(s: Tensor, left: Tensor, strides: Sequence[int]) -> Tensor:
-    """s_B = (A²)ᵀ s, laid out in memory like B: the weight of a Linear, for one, arrives transposed"""
+    """s_B = (A²)ᵀ s, in the memory layout of B. The weight of a Linear layer, for example, is transposed."""
     squares, s = operands(left, s)
     return (s.mT @ squares).mT if by_columns(strides) else squares.mT @ s
 
@@ -189,7 +189,7 @@ def row_share(s: Tensor, right: Tensor) -> Tensor:
     is_narrow = s.is_cuda and s.element_size() == 2 and type(s) is Tensor
     if columns == s.shape[1] or not is_narrow or torch.compiler.is_compiling():
         return torch.mm(s, squares.t())
-    # cuBLAS takes several times as long for sums of another number of terms
+    # cuBLAS takes several times as long if the number of terms is not a multiple of ALIGNED_ENTRIES
     return torch.mm(s[:, :columns], squares.t()[:columns]).addmm_(s[:, columns:], squares.t()[columns:])
 
 
@@ -200,8 +200,8 @@ def weight_share(s: Tensor, left: Tensor) -> Tensor:
 
 
 def operands(factor: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
-    """A factor's squares and s in one dtype: that of s, or a sparse factor's own, as sparse bfloat16 has few kernels."""
-    if factor.layout == torch.sparse_csc:  # has few kernels, too
+    """A factor's squares and s in the same dtype: that of s, or of a sparse factor, since few kernels support sparse bfloat16."""
+    if factor.layout == torch.sparse_csc:  # few kernels support this layout
         factor = factor.to_sparse()
     if factor.dtype == s.dtype:
         return factor * factor, s
@@ -209,7 +209,7 @@ def operands(factor: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def squared(factor: Tensor, s: Tensor) -> Tensor:
-    """A factor's squares in the dtype of s, rounded to it at the end."""
+    """A factor's squares, rounded to the dtype of s after squaring."""
     if factor.dtype == s.dtype:
         return factor * factor
     factor = factor.to(torch.promote_types(factor.dtype, s.dtype))
@@ -316,7 +316,7 @@ def cross_same(node: Node, g: Share, s: Share) -> list[Share]:
 
 @linear("LinalgCrossBackward0", contraction=True, same=cross_same)
 def cross(node: Node, s: Tensor) -> list[Share]:
-    """y_i = a_j b_k − a_k b_j, (i, j, k) cyclic: s_a at i is s_k b_j² + s_j b_k², and so for b"""
+    """y_i = a_j b_k − a_k b_j, (i, j, k) cyclic: s_a at i is s_k b_j² + s_j b_k²; likewise for b"""
     dim = dimension(saved(node, "dim"), s.dim())
     before, after = s.roll(1, dim), s.roll(-1, dim)
 
@@ -329,7 +329,7 @@ def cross(node: Node, s: Tensor) -> list[Share]:
 
 @linear("TrilinearBackward0", contraction=True)
 def trilinear(node: Node, s: Tensor) -> list[Share]:
-    """y = Σ a b c (nn.Bilinear): J_a = Σ b c over the summed dimensions that a lacks, s_a = Σ s J_a², and so for b and c"""
+    """y = Σ a b c (nn.Bilinear): J_a = Σ b c over the summed dimensions that a lacks, s_a = Σ s J_a²; likewise for b and c"""
     factors = [saved(node, "i1"), saved(node, "i2"), saved(node, "i3")]
     dims = "abcdefghijklmnopqrstuvwxyz"[: s.dim() + len(saved(node, "sumdim"))]
     y, *own = [
@@ -347,7 +347,7 @@ def trilinear(node: Node, s: Tensor) -> list[Share]:
 
 @linear("LinearBackward0", contraction=True)
 def linear_layer(node: Node, s: Tensor) -> list[Share]:
-    """y = x wᵀ + b where that is one operator (on Apple GPUs): s_x = s w², s_w = sᵀ x², s_b = s"""
+    """y = x wᵀ + b as one operator (on Apple GPUs): s_x = s w², s_w = sᵀ x², s_b = s"""
     x = s @ squared(saved(node, "weight"), s) if needs(node, 0) else None
     weight = by_rows(s).t() @ by_rows(squared(saved(node, "input"), s)) if needs(node, 1) else None
     return [x, weight, s]

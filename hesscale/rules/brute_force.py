@@ -1,4 +1,4 @@
-"""Any operator, by differentiating it twice entry by entry: ``fallback="exact"``."""
+"""``fallback="exact"``: the share of any operator, by differentiating it twice, entry by entry."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..engine.checkpointing import saved_tensors_stay
+from ..engine.checkpointing import keep_recomputed_tensors
 from ..engine.nodes import Node, call, derivative, is_once_differentiable
 from ..errors import CurvatureWarning, UnsupportedOperator
 from .registry import Rule, Share
@@ -34,14 +34,14 @@ def add_squares(shares: list[Share], node: Node, s: tuple[Share, ...]) -> None:
             assert s_k is not None
             unit = zeros[k].clone()
             unit.view(-1)[j] = 1
-            for i, row in pull_distinct(node, [*zeros[:k], unit, *zeros[k + 1 :]]).items():
+            for i, row in vjp_distinct(node, [*zeros[:k], unit, *zeros[k + 1 :]]).items():
                 add(shares, i, row.detach() ** 2 * s_k.reshape(-1)[j])
 
 
 def add_second_derivatives(shares: list[Share], node: Node, g: tuple[Share, ...]) -> None:
     """Σ_k g_k ∂²y_k/∂x², by differentiating Jᵀg entry by entry"""
     with torch.enable_grad():
-        pulled = pull_distinct(node, [z if v is None else v.to(z.dtype) for z, v in zip(zero_cotangents(node), g, strict=True)])
+        pulled = vjp_distinct(node, [z if v is None else v.to(z.dtype) for z, v in zip(zero_cotangents(node), g, strict=True)])
     for i, gradient in pulled.items():
         if not gradient.requires_grad:
             continue
@@ -56,11 +56,11 @@ def add_second_derivatives(shares: list[Share], node: Node, g: tuple[Share, ...]
 
 
 def check_second_derivatives(node: Node) -> None:
-    """Raise unless PyTorch can differentiate a node twice: asked before the backward pass starts and changes something."""
+    """Raise unless PyTorch can differentiate a node twice. This is checked before the backward pass changes anything."""
     try:
-        with torch.enable_grad(), saved_tensors_stay:
+        with torch.enable_grad(), keep_recomputed_tensors:
             is_custom = hasattr(node, "_forward_cls")
-            pulled = pull_distinct(node, [zeros.requires_grad_(is_custom) for zeros in zero_cotangents(node)])
+            pulled = vjp_distinct(node, [zeros.requires_grad_(is_custom) for zeros in zero_cotangents(node)])
             for i, gradient in pulled.items():
                 if is_once_differentiable(gradient) or (is_custom and not gradient.requires_grad):
                     raise RuntimeError("its backward leaves no graph")
@@ -72,8 +72,8 @@ def check_second_derivatives(node: Node) -> None:
         ) from error
 
 
-def pull_distinct(node: Node, cotangents: Sequence[Share]) -> dict[int, Tensor]:
-    """Jᵀv for each distinct input, by the first position where it stands, in its shape and summed over all its positions."""
+def vjp_distinct(node: Node, cotangents: Sequence[Share]) -> dict[int, Tensor]:
+    """Jᵀv for each distinct input, by its first position, in the input's shape and summed over all its positions."""
     total: dict[int, Tensor] = {}
     for edge, value in zip(node.next_functions, call(node, cotangents), strict=True):
         if edge[0] is not None and value is not None:
@@ -93,7 +93,7 @@ def add(shares: list[Share], i: int, share: Tensor) -> None:
 
 
 def too_large(node: Node) -> int:
-    """How many entries the largest tensor at this node has, if that is over the limit."""
+    """The number of entries of the largest input or output of a node, if it is above the limit."""
     edges = [(node, i) for i in range(len(node._input_metadata))] + [e for e in node.next_functions if e[0] is not None]
     largest = max(math.prod(n._input_metadata[i].shape) for n, i in edges)
     return largest if largest > MAX_ENTRIES else 0

@@ -1,10 +1,10 @@
-"""Complex tensors: a rule carries the Hessian of each entry's real and imaginary part, three real numbers.
+"""Complex tensors: for each entry, rules propagate the 2×2 Hessian in its real and imaginary part, as three real numbers.
 
-At an entry z the loss changes by ½ (τ |dz|² + Re κ dz²), where τ = (s_re + s_im)/2 and κ = (s_re − s_im)/2 − i s_mixed. The
-diagonal s of a complex tensor holds (τ, Re κ, Im κ) along one more dimension. Under w = c z they become |c|² τ and c² κ.
-A real x has τ + Re κ. What two entries share is left out, as everywhere.
+To second order, the loss changes by ½ (τ |dz|² + Re κ dz²) at an entry z, where τ = (s_re + s_im)/2 and
+κ = (s_re − s_im)/2 − i s_mixed. The diagonal s of a complex tensor contains (τ, Re κ, Im κ) along an additional dimension. Under
+w = c z, they become |c|² τ and c² κ. A real x has s_x = τ + Re κ. Mixed derivatives of two entries are left out, as in all rules.
 
-Every operator that makes real tensors of complex ones is a contraction, so the head of a model holds no complex tensors.
+Every operator that maps complex to real tensors is a contraction, so the head of a model contains no complex tensors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def is_complex(node: Node, index: int) -> bool:
 
 def unpacked(s: Tensor) -> tuple[Tensor, Tensor]:
     """(τ, κ) from the diagonal of a complex tensor."""
-    s = s.float() if s.dtype.itemsize < 4 else s  # of which there are no complex numbers
+    s = s.float() if s.dtype.itemsize < 4 else s  # complex numbers need at least single precision
     return s[..., 0], torch.complex(s[..., 1], s[..., 2])
 
 
@@ -43,7 +43,7 @@ def times(factor: Tensor, tau: Tensor, kappa: Tensor, to_complex: bool) -> Tenso
 
 
 def by_components(*names: str, many: bool = False) -> None:
-    """Operators that move entries about, each real number by itself: their own backward, applied to (τ, Re κ, Im κ)."""
+    """Register operators that only move entries: their own backward, applied to τ, Re κ and Im κ separately."""
 
     def apply(node: Node, s: Any) -> Any:
         given = [None if v is None else unpacked(v) for v in (s if many else (s,))]
@@ -123,7 +123,7 @@ def add(node: Node, s: Tensor) -> list[Share]:
 
 @linear("MulBackward0", table=COMPLEX)
 def multiply(node: Node, s: Tensor) -> list[Share]:
-    """w = a b: |b|² τ, b² κ for a, and so for b"""
+    """w = a b: |b|² τ, b² κ for a; likewise for b"""
     tau, kappa = unpacked(s)
     return [
         times(operand(node, other), tau, kappa, is_complex(node, i)) if needs(node, i) else None
@@ -133,7 +133,7 @@ def multiply(node: Node, s: Tensor) -> list[Share]:
 
 @linear("MmBackward0", "BmmBackward0", table=COMPLEX, contraction=True)
 def matrix_product(node: Node, s: Tensor) -> list[Share]:
-    """W = A B: τ (|B|²)ᵀ, κ (B²)ᵀ for A, and so for B"""
+    """W = A B: τ (|B|²)ᵀ, κ (B²)ᵀ for A; likewise for B"""
     tau, kappa = unpacked(s)
     shares: list[Share] = [None, None]
     if needs(node, 0):

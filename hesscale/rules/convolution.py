@@ -33,7 +33,7 @@ def convolution(node: Node, s: Tensor) -> Any:
 
 @linear("ConvTbcBackward0", contraction=True)
 def conv_tbc(node: Node, s: Tensor) -> list[Share]:
-    """y = w ⋆ x + b over (time, batch, channel): the same"""
+    """y = w ⋆ x + b over (time, batch, channel): as above"""
     x, w = saved(node, "self"), saved(node, "weight")
     bias = saved(node, "bias").to(s.dtype)
     return list(torch.ops.aten.conv_tbc_backward.default(s, squared(x, s), squared(w, s), bias, saved(node, "pad")))

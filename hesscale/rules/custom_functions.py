@@ -1,7 +1,8 @@
-"""Custom functions that define no ``hess_diag``: those that are elementwise, as probes of their backward show.
+"""Custom functions without ``hess_diag``: a rule for those that are elementwise, which probes of their backward detect.
 
-With a cotangent v an elementwise backward returns f'(x) v, and with ones f'(x). If both agree for a random v, the Jacobian is
-diagonal. f'' comes from differentiating f', so the backward must be differentiable, and all that it saves must have a graph.
+For a cotangent v, the backward of an elementwise function returns f'(x) v, and f'(x) for a vector of ones. If the two agree for a
+random v, the Jacobian is diagonal. f'' is the derivative of f', so the backward must be differentiable, and everything that it
+saves must have a graph.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from ..errors import NeedsEagerPass
 from .registry import Node, Rule, Share
 
 MAX_KNOWN = 1024
-_known: dict[tuple[type, tuple[int, ...], torch.dtype], None] = {}  # elementwise functions, with shape and dtype; oldest first
+_known: dict[tuple[type, tuple[int, ...], torch.dtype], None] = {}  # functions found to be elementwise, oldest first
 
 
 def elementwise(node: Node, g: Share, s: Share) -> list[Share]:
@@ -42,7 +43,7 @@ RULE = Rule(elementwise, "custom_functions", (elementwise.__doc__ or "").strip()
 def rule_by_probes(node: Node) -> Rule | None:
     """The rule for a custom function that is elementwise; None for any other."""
     function, y, index = node._forward_cls, node._input_metadata[0], only_input(node)
-    if index is None or function.__module__.partition(".")[0] == "torch":  # PyTorch's own hide collectives or whole graphs
+    if index is None or function.__module__.partition(".")[0] == "torch":  # PyTorch's own may contain collectives or whole graphs
         return None
     child, number = node.next_functions[index]
     x = child._input_metadata[number]
@@ -62,25 +63,25 @@ def rule_by_probes(node: Node) -> Rule | None:
 
 
 def only_input(node: Node) -> int | None:
-    """The position of the only input that takes part in differentiation, of a function with one output."""
+    """The position of the only differentiable input of a function with one output; None for any other function."""
     positions = [i for i, (child, _) in enumerate(node.next_functions) if child is not None]
     return positions[0] if len(positions) == 1 and len(node._input_metadata) == 1 else None
 
 
 def saves_graphs_only(node: Node) -> bool:
-    """Whether every number that the backward keeps is a function of the input: what has no graph would count as constant."""
+    """Whether all tensors that the backward saves have a graph. A tensor without a graph would be treated as constant."""
     kept: list[Any] = [*node.saved_tensors, *vars(node).values()]
     return all(t.requires_grad for t in kept if isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex()))
 
 
 def is_indicator(first: Tensor) -> bool:
-    """Whether f' is a constant, or zero: then f'' is zero, as in straight-through estimators that clip."""
+    """Whether f' takes only one value besides zero, so that f'' is zero, as in straight-through estimators that clip."""
     values = first[first != 0]
     return bool((values == values[0]).all())
 
 
 def is_elementwise(node: Node, index: int) -> bool:
-    """Whether backward(v) = backward(1) v for random v, in a way that can be differentiated again; False where nothing shows."""
+    """Whether backward(v) = backward(1) v for random v, and f' can be differentiated. False if the probes are inconclusive."""
     y = node._input_metadata[0]
     generator = torch.Generator(y.device).manual_seed(0)
     probes = [torch.randn(tuple(y.shape), generator=generator, device=y.device).to(y.dtype) for _ in range(2)]
@@ -107,7 +108,7 @@ def is_elementwise(node: Node, index: int) -> bool:
 
 
 def is_second_derivative_diagonal(node: Node, index: int, probe: Tensor) -> bool:
-    """Whether each entry of f' depends on its own entry of x alone, which a backward that is no true gradient may not do."""
+    """Whether each entry of f' depends only on the same entry of x. It may not, if the backward is not a true gradient."""
     ones = torch.ones_like(probe)
 
     def second(vector: Tensor) -> Tensor:

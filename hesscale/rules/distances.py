@@ -1,4 +1,4 @@
-"""Distances between all pairs of rows, in any norm: the norm's rule for each pair, summed over the pairs that a row is in."""
+"""Distances between all pairs of rows, in any norm: the rule of the norm for each pair, summed over the pairs of each row."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ def euclidean_same(node: Node, g: Share, s: Share) -> list[Share]:
 
 @rule("EuclideanDistBackward0", same=euclidean_same)
 def euclidean(node: Node, g: Share, s: Share) -> list[Share]:
-    """y_ij = ‖x_i − z_j‖, a = (s − g/y)/y²: s_x at i is Σ_j a_ij (x_i − z_j)² + g_ij/y_ij, and so for z; zero at y = 0
+    """y_ij = ‖x_i − z_j‖, a = (s − g/y)/y²: s_x at i is Σ_j a_ij (x_i − z_j)² + g_ij/y_ij; likewise for z; zero at y = 0
 
-    The square is multiplied out, here as in y, so that all is matrix products; a y within rounding of zero counts as zero.
+    The square is expanded, as in the forward pass, so that only matrix products are needed. A y that is zero up to rounding
+    counts as zero.
     """
     x, z, y = saved(node, "x1"), saved(node, "x2"), saved(node, "result")
     scale = (x * x).sum(-1).unsqueeze(-1) + (z * z).sum(-1).unsqueeze(-2)
@@ -49,14 +50,14 @@ def cdist_same(node: Node, g: Share, s: Share) -> list[Share]:
 
 @rule("CdistBackward0", same=cdist_same)
 def cdist(node: Node, g: Share, s: Share) -> list[Share]:
-    """y_ij = ‖x_i − z_j‖ in any norm: the norm's rule for every pair; it takes as much memory as all differences"""
+    """y_ij = ‖x_i − z_j‖ in any norm: the rule of the norm for every pair, with all differences in memory"""
     pairs = distance(saved(node, "x1").unsqueeze(-2) - saved(node, "x2").unsqueeze(-3), node, g, s)
     return [None if pairs is None or not needs(node, i) else pairs.sum(dim) for i, dim in enumerate((-2, -3))]
 
 
 @rule("PdistBackward0")
 def pdist(node: Node, g: Share, s: Share) -> Share:
-    """y = ‖x_i − x_j‖ for i < j, in any norm: the norm's rule for every pair, its share for both of them"""
+    """y = ‖x_i − x_j‖ for i < j, in any norm: the rule of the norm for every pair, with the same share for both rows"""
     x = saved(node, "self")
     first, second = torch.triu_indices(len(x), len(x), 1, device=x.device)
     pairs = distance(x[first] - x[second], node, g, s)
@@ -64,7 +65,7 @@ def pdist(node: Node, g: Share, s: Share) -> Share:
 
 
 def distance(difference: Tensor, node: Node, g: Share, s: Share) -> Share:
-    """The share of every difference, along the last dimension, from the norm that is their distance."""
+    """The shares of the differences, by the rule of their norm along the last dimension."""
     p, y = saved(node, "p"), saved(node, "result").unsqueeze(-1)
     g, s = (None if t is None else t.unsqueeze(-1) for t in (g, s))
     if math.isinf(p):

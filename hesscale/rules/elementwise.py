@@ -1,6 +1,6 @@
-"""Elementwise maps y = f(x): Eq. (4) with a diagonal Jacobian, s_x = f'(x)² s + f''(x) g. Activations have a file of their own.
+"""Elementwise maps y = f(x): Eq. (4) with a diagonal Jacobian, s_x = f'(x)² s + f''(x) g. ``activations`` has the activations.
 
-Where f' or f'' has no finite value (√x, log x at 0), it counts as zero: nothing is lost, and 0·∞ never arises.
+Where f' or f'' is not finite (√x and log x at 0), it is replaced by zero, which avoids 0·∞.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ Pair = tuple[Any, Any]
 
 
 def operand(node: Node, name: str) -> Any:
-    """A saved operand to compute with: no integer, which would overflow, and no Python number in disguise.
+    """A saved operand as a floating point tensor, since squares of integers overflow.
 
-    PyTorch keeps a number as a 0-d tensor, and takes the product of two such for one of the default dtype.
+    PyTorch saves a Python number as a 0-d tensor, and computes the product of two such tensors in the default dtype.
     """
     value = saved(node, name)
     if not isinstance(value, Tensor):
         return value
     made = node._input_metadata[0].dtype
     if value.is_floating_point() and value.dim():
-        return value.to(torch.promote_types(value.dtype, made))  # what is narrower than the outcome has fewer digits
+        return value.to(torch.promote_types(value.dtype, made))  # in a narrower dtype than the output, digits would be lost
     dtype = torch.promote_types(made, torch.float32)
     return value.to(dtype) if value.dim() else torch.ones((), dtype=dtype, device=value.device) * value
 
 
 def finite(derivative: Tensor) -> Tensor:
-    """The derivative (a tensor of our own), with zero where it has no finite value."""
+    """The derivative with zero in place of values that are not finite. Changes the tensor in place."""
     return derivative.nan_to_num_(0.0, 0.0, 0.0)
 
 
-# Linear, or piecewise so
+# Linear or piecewise linear
 
 
 @linear(
@@ -77,7 +77,7 @@ def select(node: Node, s: Tensor) -> Shares:
 
 @linear("Deg2RadBackward0", "Rad2DegBackward0", "FrexpBackward0", "DivBackward3", "CopysignBackward1", **ONE_TO_ONE)
 def rescale(node: Node, s: Tensor) -> Share:
-    """f' is constant, and what the node multiplies by: node(s) = f' s, node(node(s)) = f'² s"""
+    """f' is constant, and the node multiplies by it: node(s) = f' s, node(node(s)) = f'² s"""
     return node(node(s))
 
 
@@ -101,7 +101,7 @@ def angle(node: Node, s: Tensor) -> Share:
 
 @linear("CopysignBackward0", mixed=False, **ONE_TO_ONE)
 def copysign(node: Node, s: Tensor) -> list[Share]:
-    """f' = ±1, and 0 at 0; the sign alone has none"""
+    """f' = ±1, and 0 at 0; f' = 0 for the input that only gives the sign"""
     return [s.masked_fill(saved(node, "self") == 0, 0) if needs(node, 0) else None, None]
 
 
@@ -139,7 +139,7 @@ def divide_by_number(node: Node, s: Tensor) -> Share:
 
 
 def scale(s: Tensor, factor: Any) -> Tensor:
-    """factor² s, with the one new tensor of its size that it takes."""
+    """factor² s, without intermediate tensors of its size."""
     if not isinstance(factor, Tensor):
         return s if factor == 1 else s * (factor * factor)
     return s * (factor * factor) if factor.numel() < s.numel() else (s * factor).mul_(factor)
@@ -158,7 +158,7 @@ def multiply(node: Node, s: Tensor) -> list[Share]:
 
 @elementwise("DivBackward0", "DivBackward2", curved=(False, True), same=lambda node, g, s: [None, None])  # x/x = 1
 def divide(node: Node) -> list[Pair | None]:
-    """y = a/b: f'_a = 1/b; f'_b = −a/b², f''_b = 2a/b³; rounded, 0"""
+    """y = a/b: f'_a = 1/b; f'_b = −a/b², f''_b = 2a/b³; f' = 0 if y is rounded"""
     if node.name() == "DivBackward2" and saved(node, "rounding_mode") is not None:
         return [None, None]
     inverse = finite(operand(node, "other").reciprocal())
@@ -297,7 +297,7 @@ def rsqrt(node: Node) -> Pair:
 
 @elementwise("HypotBackward0")
 def hypot(node: Node) -> list[Pair | None]:
-    """y = √(a² + b²): f'_a = a/y, f''_a = (1 − f'_a²)/y; so for b"""
+    """y = √(a² + b²): f'_a = a/y, f''_a = (1 − f'_a²)/y; likewise for b"""
     inverse = finite(1 / saved(node, "result"))
     pairs: list[Pair | None] = [None, None]
     for i, name in enumerate(("self", "other")):

@@ -1,7 +1,7 @@
-"""Fourier transforms. The entries of their matrices are c ω^{jk}, so their squares are entries of another such transform.
+"""Fourier transforms. The entries of their matrices are c ω^{jk}, so the squared entries are again those of such a transform.
 
-τ and κ describe the curvature of a complex tensor, see complex_numbers. A transform A has |A_kj|² = c², and
-Σ_k κ_k A_kj² = c² Σ_k κ_k ω^{2jk}: the transform of κ, at twice the frequency.
+τ and κ are the curvature of a complex tensor; see ``complex_numbers``. A transform A has |A_kj|² = c², and
+Σ_k κ_k A_kj² = c² Σ_k κ_k ω^{2jk}, which is the transform of κ at twice the frequency.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def dims_of(node: Node, rank: int) -> list[int]:
 
 
 def squared_scale(node: Node, sizes: Sequence[int], dims: Sequence[int]) -> float:
-    """c²: normalization is 0 for none, 1 for 1/√n, 2 for 1/n."""
+    """c². The saved normalization is 0 for none, 1 for 1/√n, and 2 for 1/n."""
     return float(math.prod(sizes[d] for d in dims)) ** -int(saved(node, "normalization"))
 
 
@@ -52,7 +52,7 @@ def real_to_complex(node: Node, s: Tensor) -> Tensor:
     tau, kappa = unpacked(s)
     x = saved(node, "self")
     dims, last = dims_of(node, x.dim()), dimension(saved(node, "dim")[-1], x.dim())
-    missing = x.shape[last] - kappa.shape[last]  # of a transform that gives half of the frequencies
+    missing = x.shape[last] - kappa.shape[last]  # the frequencies that a one-sided transform leaves out
     if missing:
         kappa = functional.pad(kappa.movedim(last, -1), (0, missing)).movedim(-1, last)
     transform = at_twice_the_frequency(torch.fft.fftn(kappa, dim=dims), dims).real

@@ -1,4 +1,4 @@
-"""Indexing, gathering, scattering, writing into views: linear maps chosen by data, s_x = (J∘J)ᵀ s."""
+"""Indexing, gathering, scattering and masked writes: linear maps that depend on indices or masks, s_x = (J∘J)ᵀ s."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def median(node: Node, s: Tensor) -> Share:
 
 
 def add_to_itself(s: Tensor, pick: Callable[[Tensor], Tensor], alpha: float = 1) -> Tensor:
-    """y = x + α x scattered: s + α² (s where xᵢ is sent), and 2α s where that is xᵢ's own place"""
+    """y = x + α x scattered: s + α² (s at the entry to which xᵢ is added), and 2α s more if that is entry i itself"""
     places = torch.arange(s.numel(), device=s.device).view(s.shape)
     return s + pick(s).reshape(s.shape) * (alpha**2 + 2 * alpha * (pick(places).reshape(s.shape) == places))
 
@@ -121,7 +121,7 @@ zero_one(
 
 
 def broadcast_values(node: Node) -> str | None:
-    """Values that are broadcast may be added to one entry several times; how often would have to be squared."""
+    """Refuse values that are broadcast with accumulate=True. An entry of them may be added to one entry of y several times."""
     if not (saved(node, "accumulate") and needs(node, 1)):
         return None
     y, (source, number) = node._input_metadata[0], node.next_functions[1]
@@ -171,7 +171,7 @@ def put(node: Node, s: Tensor) -> tuple[Tensor, Share]:
     return kept, s.take(places).view(saved(node, "source").shape) if needs(node, 1) else None
 
 
-@linear("ScatterReduceBackward0", fan_out=False, curved=True)  # a product of entries
+@linear("ScatterReduceBackward0", fan_out=False, curved=True)  # mixed second derivatives, if it is a product of entries
 def scatter_reduce(node: Node, s: Tensor) -> list[Share]:
     """every entry reaches one of y, with J = node(1) (1/count, a share in a tie, the product of the others): J² s there"""
     dim, places = dimension(saved(node, "dim"), s.dim()), saved(node, "index")
@@ -186,7 +186,7 @@ def index_reduce(node: Node, s: Tensor) -> list[Share]:
 
 
 def squared(node: Node, *curvatures: Tensor) -> list[Share]:
-    """J² s for each input, given the curvature of the one output entry that each of its entries reaches."""
+    """J² s for each input. ``curvatures`` is s at the one output entry that each entry of the input reaches."""
     jacobians = node(torch.ones_like(curvatures[0], dtype=node._input_metadata[0].dtype))
     return [None if j is None else s * j.to(s.dtype).square() for j, s in zip(jacobians, curvatures, strict=True)]
 
@@ -200,7 +200,7 @@ def dense_gradients(node: Node) -> str | None:
 
 
 def in_full(node: Node, s: Tensor) -> Tensor:
-    """s in the dtype of y or a wider one: no product gains from a narrow one here, and its long sums would stall."""
+    """s in the dtype of y or a wider one. Long sums would lose digits in a narrow dtype, and there is no product to speed up."""
     return s.to(torch.promote_types(s.dtype, node._input_metadata[0].dtype))
 
 
@@ -212,14 +212,14 @@ def embedding(node: Node, s: Tensor) -> Share:
 
 @linear("EmbeddingBagBackward0", contraction=True, refuse=dense_gradients)
 def embedding_bag(node: Node, s: Tensor) -> list[Share]:
-    """y_b = Σᵢ pᵢ w[iᵢ]: s_w = Σ_b (Σᵢ pᵢ)² s_b with the sum over equal words of a bag, s_p = Σ_d s_bd w_d²
+    """y_b = Σᵢ pᵢ w[iᵢ]: s_w = Σ_b (Σᵢ pᵢ)² s_b with the sum over equal indices of a bag, s_p = Σ_d s_bd w_d²
 
-    The mean has pᵢ = 1/count; the maximum takes one entry per column.
+    The mean has pᵢ = 1/count. The maximum selects one entry per column.
     """
     s, words, bags = in_full(node, s), saved(node, "indices").long(), len(s)
     offsets, number = saved(node, "offsets"), torch.arange(len(words), device=s.device)
     bag = (torch.searchsorted(offsets, number.to(offsets.dtype), right=True) - 1).clamp_max(bags - 1)
-    padding = signed(saved(node, "padding_idx"))  # −1 for none
+    padding = signed(saved(node, "padding_idx"))  # −1 if there is none
     counts = words != padding
     size = s.new_zeros(bags).index_add(0, bag, counts.to(s.dtype))
     rows = s.new_zeros(saved(node, "weight_sym_argsize_0"), s.shape[1])
@@ -231,14 +231,14 @@ def embedding_bag(node: Node, s: Tensor) -> list[Share]:
     if saved(node, "mode") == 1:
         p = p / size.clamp_min(1)[bag]
     s = s[bag]
-    share = rows.index_add(0, words, s * meeting(bag * len(rows) + words, p)[:, None]) if needs(node, 0) else None
+    share = rows.index_add(0, words, s * times_sum_of_key(bag * len(rows) + words, p)[:, None]) if needs(node, 0) else None
     if not needs(node, 1):
         return [share, None]
     return [share, (s * saved(node, "weight").square()[words]).sum(1) * counts]
 
 
-def meeting(keys: Tensor, values: Tensor) -> Tensor:
-    """Each value times the sum of all values with its key: summed over a key, the square of that sum."""
+def times_sum_of_key(keys: Tensor, values: Tensor) -> Tensor:
+    """Each value times the sum of all values with the same key. The sum of these products over a key is that sum squared."""
     order = keys.argsort()
     ordered = keys[order]
     group = torch.zeros_like(keys)

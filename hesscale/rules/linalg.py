@@ -1,6 +1,6 @@
 """Matrix decompositions, inverses and determinants, for every matrix of a batch.
 
-Z is the inverse of A, and E the change of one entry, E_ij = 1. A symmetric matrix changes by (E + Eᵀ)/2, as PyTorch has it. The
+Z is the inverse of A, and E is the change of one entry, E_ij = 1. A symmetric matrix changes by (E + Eᵀ)/2, as in PyTorch. The
 rules of Cholesky factors, eigenvalues and singular values take n⁴ operations and n³ memory for an n×n matrix.
 """
 
@@ -40,14 +40,14 @@ def solution_shares(node: Node, g: Share, s: Share, z: Tensor, vector: bool) -> 
 
 @rule("LinalgSolveExBackward0", curved=(True, False))
 def solve(node: Node, g: Share, s: Share) -> list[Share]:
-    """A X = B: s_A = (Z²)ᵀ s (X²)ᵀ + 2 Zᵀ ∘ Zᵀ g Xᵀ, s_B = (Z²)ᵀ s; X A = B alike"""
+    """A X = B: s_A = (Z²)ᵀ s (X²)ᵀ + 2 Zᵀ ∘ Zᵀ g Xᵀ, s_B = (Z²)ᵀ s; likewise for X A = B"""
     a, x = saved(node, "A"), saved(node, "result")
     return solution_shares(node, g, s, torch.linalg.inv(a), vector=x.dim() == a.dim() - 1)
 
 
 @rule("LinalgSolveTriangularBackward0", curved=(True, False))
 def solve_triangular(node: Node, g: Share, s: Share) -> list[Share]:
-    """A X = B or X A = B with A triangular: as for any A, in its triangle"""
+    """A X = B or X A = B with A triangular: as for any A, but only for the entries of the triangle"""
     a, upper, unit = saved(node, "self"), saved(node, "upper"), saved(node, "unitriangular")
     identity = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
     z = torch.linalg.solve_triangular(a, identity.expand_as(a), upper=upper, unitriangular=unit)
@@ -57,7 +57,7 @@ def solve_triangular(node: Node, g: Share, s: Share) -> list[Share]:
     return shares
 
 
-@linear("LinalgDetBackward0", curved=True, fan_out=False)  # entry with entry, though not with itself
+@linear("LinalgDetBackward0", curved=True, fan_out=False)  # only mixed second derivatives are not zero
 def determinant(node: Node, s: Tensor) -> Share:
     """y = det A: ∂y = y Zᵀ, and linear in each entry"""
     y = node._input_metadata[0]
@@ -76,7 +76,7 @@ def log_determinant(node: Node, g: tuple[Share, ...], s: tuple[Share, ...]) -> S
 
 @rule("CholeskyBackward0", "LinalgCholeskyExBackward0")
 def cholesky(node: Node, g: Share, s: Share) -> Share:
-    """L Lᵀ = A, P = L⁻¹: ∂L = L N with N = Φ(P E Pᵀ), ∂²L = −2 L Φ(N Nᵀ), where Φ halves the diagonal and drops what is above"""
+    """L Lᵀ = A, P = L⁻¹: ∂L = L N with N = Φ(P E Pᵀ), ∂²L = −2 L Φ(N Nᵀ); Φ halves the diagonal and zeros the upper triangle"""
     factor = saved(node, "result" if hasattr(node, "_saved_result") else "L")
     if saved(node, "upper"):
         factor, g, s = factor.mT, *(None if v is None else v.mT for v in (g, s))
@@ -114,7 +114,7 @@ def symmetric_eigenvalues(node: Node, g: tuple[Share, ...], s: tuple[Share, ...]
 
 @rule("LinalgSvdBackward0", many=True, used_outputs=(1,))
 def singular_values(node: Node, g: tuple[Share, ...], s: tuple[Share, ...]) -> Share:
-    """∂σ_k = U_ik V_jk, ∂²σ_k by the eigenvalues ±σ and 0 of the symmetric matrix that holds A and Aᵀ"""
+    """∂σ_k = U_ik V_jk; ∂²σ_k from the eigenvalues ±σ and 0 of the symmetric matrix [[0, A], [Aᵀ, 0]]"""
     values = saved(node, "S")
     u, v = saved(node, "U")[..., : values.shape[-1]], saved(node, "Vh").mT[..., : values.shape[-1]]
     u2, v2, share = u.square(), v.square(), None
@@ -146,7 +146,7 @@ def products(u: Tensor, v: Tensor, factor: Tensor) -> Tensor:
 
 @rule("CholeskySolveBackward0", curved=(False, True))
 def cholesky_solve(node: Node, g: Share, s: Share) -> list[Share]:
-    """L Lᵀ X = B, W = L⁻ᵀ, Y = Lᵀ X: ∂X = −Z (E Lᵀ + L Eᵀ) X in L, of entries −(Z_ai Y_jb + W_aj X_ib); in B as any solution"""
+    """L Lᵀ X = B, W = L⁻ᵀ, Y = Lᵀ X: ∂X = −Z (E Lᵀ + L Eᵀ) X in L, with entries −(Z_ai Y_jb + W_aj X_ib); in B as for solve"""
     x, factor, upper = saved(node, "result"), saved(node, "input2"), saved(node, "upper")
     factor = factor.triu().mT if upper else factor.tril()
     n = factor.shape[-1]

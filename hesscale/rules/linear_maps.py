@@ -1,6 +1,6 @@
 """Linear maps with constant Jacobian entries: s_x = (J∘J)ᵀ s.
 
-Where the entries are 0 and 1, J∘J = J and the node's own backward does it. Otherwise each entry is squared.
+If all entries are 0 or 1, J∘J = J, and the node's own backward computes the share. Otherwise, each entry is squared.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ zero_one(
     "UnsqueezeBackward1",
     "ViewBackward0",
     "ViewBackward0_copy",
-    summary="the same entries in another place",
+    summary="the same entries in other positions",
 )
 zero_one(
     "DiagonalBackward0",
@@ -81,22 +81,22 @@ zero_one(
     "UnsafeSplitBackward0",
     "UnsafeSplitWithSizesBackward0",
     many=True,
-    summary="each part's entries back in their place",
+    summary="each part's entries, back in their positions",
 )
-zero_one("BlockDiagBackward0", "CatBackward0", "StackBackward0", mixed=False, summary="each input's entries, side by side")
+zero_one("BlockDiagBackward0", "CatBackward0", "StackBackward0", mixed=False, summary="the entries of each input")
 zero_one(
     "DiagonalScatterBackward0",
     "SelectScatterBackward0",
     "SliceScatterBackward0",
     mixed=False,
-    summary="the source's entries where it was written, the other input's elsewhere",
+    summary="the source's entries in the part that was overwritten, the other input's elsewhere",
 )
 zero_one(
     "AsStridedScatterBackward0",
     mixed=False,
     fan_out=True,
     refuse=lambda node: AS_STRIDED_SCATTER if needs(node, 0) else None,
-    summary="the source's entries where it was written",
+    summary="the source's entries in the part that was overwritten",
 )
 AS_STRIDED_SCATTER = "PyTorch's own gradient of the tensor written into is wrong. Use slice_scatter, or y = x.clone(); y[...] = z"
 zero_one(
@@ -109,7 +109,7 @@ zero_one(
     fan_out=True,
     summary="repeated entries: each gets the sum of its shares",
 )
-zero_one("Col2ImBackward0", "TraceBackward0", fan_in=True, summary="entries are added: each gets the share of its sum")
+zero_one("Col2ImBackward0", "TraceBackward0", fan_in=True, summary="sums of entries: each entry gets the share of its sum")
 
 
 @linear("NegViewBackward0", "NegViewBackward0_copy", "ToCopyBackward0", fan_in=False, fan_out=False)
@@ -120,7 +120,7 @@ def same_entries(node: Node, s: Tensor) -> Share:
 
 @linear("torch::autograd::CopyBackwards", joint=False, mixed=False, fan_in=False, fan_out=False, broadcast=True)
 def copy(node: Node, s: Tensor) -> list[Share]:
-    """y = the source, broadcast: J = 0 for the overwritten values, 1 for the source"""
+    """y = the source, broadcast: J = 0 for the overwritten tensor, 1 for the source"""
     return [None, s]
 
 
@@ -153,13 +153,13 @@ def identities(node: Node, s: tuple[Share, ...]) -> Sequence[Share]:
 
 @linear("AsStridedBackward0", "AsStridedBackward0_copy", "AsStridedBackward1")
 def as_strided(node: Node, s: Tensor) -> Share:
-    """J = 1 where y reads x's memory; 1/c where c entries of x share that memory, as autograd has it"""
+    """J = 1 where y reads x's memory; 1/c where c entries of x share that memory, as in autograd"""
     with SquaredShareOfMemory():  # type: ignore[no-untyped-call]
         return node(s)
 
 
 class SquaredShareOfMemory(TorchDispatchMode):
-    """The backward of as_strided divides by the number of x's entries in one place of memory: divide twice."""
+    """Divide twice by the number of x's entries at one memory location, by which the backward of as_strided divides once."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.ops.aten.div_.Tensor:

@@ -1,6 +1,6 @@
 """Fused losses of torch.nn.functional, with their reductions.
 
-A mean over n entries divides each f' by n, so that the share of an entry is s (f'/n)² + g f''/n.
+A mean over n entries divides f' and f'' by n, so the share of an entry is s (f'/n)² + g f''/n.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NONE, MEAN, SUM = range(3)  # at::Reduction
 
 
 def elementwise_loss(*names: str, **facts: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a loss that adds or averages f(x, t) from ``function(node, x, t) -> [(f', f''), …]``, one pair per input."""
+    """Register a loss that sums or averages f(x, t). ``function(node, x, t)`` returns one pair (f', f'') for each input."""
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         def apply(node: Node, g: Share, s: Share) -> list[Share]:
@@ -33,14 +33,14 @@ def elementwise_loss(*names: str, **facts: Any) -> Callable[[Callable[..., Any]]
             return shares if reduction == NONE else [None if share is None else share.expand(x.shape) for share in shares]
 
         apply.__doc__, apply.__module__ = function.__doc__, function.__module__
-        rule(*names, **{"separable": True, "fan_out": False, "same": twice_the_same, "refuse": unequal_shapes, **facts})(apply)
+        rule(*names, **{"separable": True, "fan_out": False, "same": input_is_target, "refuse": unequal_shapes, **facts})(apply)
         return function
 
     return register
 
 
-def twice_the_same(node: Node, g: Share, s: Share) -> list[Share]:
-    """One tensor as input and target: f' is the sum of both derivatives, f'' its derivative by autograd."""
+def input_is_target(node: Node, g: Share, s: Share) -> list[Share]:
+    """The same tensor as input and target: f' is the sum of both derivatives, and f'' its derivative by autograd."""
     y, share = node._input_metadata[0], None
     with torch.enable_grad():
         if s is not None:
@@ -54,7 +54,7 @@ def twice_the_same(node: Node, g: Share, s: Share) -> list[Share]:
 
 
 def unequal_shapes(node: Node) -> str | None:
-    """torch.nn.functional broadcasts first; without that PyTorch averages over the wrong number of entries."""
+    """Refuse unequal shapes, over which PyTorch averages wrongly. torch.nn.functional broadcasts them first."""
     shapes = tuple(node._saved_self.shape), tuple(node._saved_target.shape)
     return None if shapes[0] == shapes[1] else f"input and target have shapes {shapes[0]} and {shapes[1]}; broadcast them first."
 
@@ -91,7 +91,7 @@ def soft_margin(node: Node, x: Tensor, t: Tensor) -> list[Pair]:
 @elementwise_loss("BinaryCrossEntropyBackward0", curved=(True, False))
 def binary_cross_entropy(node: Node, x: Tensor, t: Tensor) -> list[Pair]:
     """f' = w (x − t) / (x − x²), f'' = w (x² − 2 x t + t) / (x − x²)²; in t: f' = −w logit x, f'' = 0"""
-    tiny = 1e-12  # as PyTorch keeps the denominators from zero, and its logarithms above −100
+    tiny = 1e-12  # PyTorch bounds denominators from below by this number, and logarithms by −100
     weight = saved(node, "weight")
     weight = 1 if weight is None else weight
     first = weight * (x - t) / (x - x * x).clamp_min(tiny)
@@ -112,7 +112,7 @@ def binary_cross_entropy_with_logits(node: Node, x: Tensor, t: Tensor) -> list[P
 
 
 def squared_jacobian(node: Node, s: Tensor) -> Tensor:
-    """s J² for losses where each entry of the input reaches one entry of y, its sample's or the only one."""
+    """s J² for losses where each entry of the input reaches one entry of y: that of its sample, or the only one."""
     y = node._input_metadata[0]
     jacobian = node(torch.ones(y.shape, dtype=y.dtype, device=y.device)).to(s.dtype)
     return (s.unsqueeze(1) if s.dim() else s) * jacobian**2
@@ -132,7 +132,7 @@ def multilabel_margin(node: Node, s: Tensor) -> Tensor:
 
 @rule("MultiMarginLossBackward0", fan_out=False)
 def multi_margin(node: Node, g: Share, s: Share) -> Share:
-    """Σ_{j≠t} w max(0, m − x_t + x_j)ᵖ / C: for p = 2, f'' = 2 w / C where positive, and at t 2 w / C times their number"""
+    """Σ_{j≠t} w max(0, m − x_t + x_j)ᵖ / C: for p = 2, f'' = 2 w / C for positive terms, and 2 w / C times their number at t"""
     share = None if s is None else squared_jacobian(node, s)
     if g is None or saved(node, "p") == 1:
         return share
@@ -153,7 +153,8 @@ def multi_margin(node: Node, g: Share, s: Share) -> Share:
 def ctc(node: Node, g: Share, s: Share) -> Share:
     """p = exp x, q the posterior probability of each symbol: f' = p − q, f'' = p − q + q²
 
-    As PyTorch has it, whose gradient is that of −log P + Σ p: at log-probabilities Σ p is constant. P is linear in every p.
+    This follows PyTorch, whose gradient is that of −log P + Σ p. If x are log-probabilities, Σ p is constant. P is linear in
+    every p.
     """
     log_p, y = saved(node, "log_probs"), node._input_metadata[0]
     first = node(torch.ones(y.shape, dtype=y.dtype, device=y.device)).to(log_p.dtype)
@@ -162,7 +163,7 @@ def ctc(node: Node, g: Share, s: Share) -> Share:
 
 
 def ctc_counts(node: Node, log_p: Tensor) -> Tensor:
-    """Which steps of which samples count: (time, batch, 1). None of a sample without an alignment, under ``zero_infinity``."""
+    """Which time steps count, as (time, batch, 1). With ``zero_infinity``, none of a sample without an alignment."""
     lengths = torch.as_tensor(saved(node, "input_lengths"), device=log_p.device)
     counts = torch.arange(len(log_p), device=log_p.device).unsqueeze(1) < lengths
     if saved(node, "zero_infinity"):

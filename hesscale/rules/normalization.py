@@ -1,12 +1,12 @@
 """Normalization over groups of m entries: y = γ x̂ + β, where x̂ = (x − x̄)/σ with σ² = var x + ε, or x̂ = x/σ with σ² = mean x² + ε.
 
-Every rule is the same few sums over a group, in linear time. With a = γ g and t = γ² s the input's share is
+All rules compute the same few sums over a group, in linear time. With a = γ g and t = γ² s, the input's share is
 
     (t_i − 2 x̂_i (t_i x̂_i + a_i)/m + c₀ + c₁ x̂_i + c₂ x̂_i²)/σ²
     c₀ = −Σ a x̂/m        c₁ = 0        c₂ = Σ (t x̂² + 3 a x̂)/m²
 
-and where the mean is subtracted, t_i becomes (1 − 2/m) t_i, c₀ gains Σ (t + a x̂)/m², and c₁ = 2 Σ (t x̂ + a)/m². The weight's
-share is Σ s x̂² and the bias's Σ s, over all that they multiply or shift.
+If the mean is subtracted, t_i becomes (1 − 2/m) t_i, c₀ gains Σ (t + a x̂)/m², and c₁ = 2 Σ (t x̂ + a)/m². The weight's share is
+Σ s x̂², and the bias's is Σ s. These sums are over all entries that the weight multiplies or the bias shifts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ AFFINE = (True, False, False)  # y is linear in weight and bias
 def of_input(
     normed: Tensor, scale: Tensor, a: Share, t: Share, dims: tuple[int, ...], m: int, *, centred: bool = True, whole: bool = True
 ) -> Share:
-    """The input's share, for x̂ = ``normed`` and 1/σ = ``scale``; without the term in 2 x̂_i/m unless ``whole``."""
+    """The input's share, for x̂ = ``normed`` and 1/σ = ``scale``. The term with 2 x̂_i/m is included only if ``whole``."""
     slope = a if t is None else t * normed if a is None else (t * normed).add_(a)
     if slope is None:
         return None
@@ -49,7 +49,7 @@ def of_input(
 
 
 def of_weight(normed: Tensor, s: Share, dims: tuple[int, ...]) -> Share:
-    """Σ s x̂², over all that one entry of the weight multiplies."""
+    """Σ s x̂² over all entries that one entry of the weight multiplies."""
     return None if s is None else (s * normed).mul_(normed).sum(dims)
 
 
@@ -66,12 +66,12 @@ def shaped(value: Any, *shape: int) -> Any:
 
 
 def has_kernel(node: Node) -> bool:
-    """Whether a kernel takes the place of a rule for norms over the last dimensions."""
+    """Whether a kernel replaces the rule of a norm over the last dimensions."""
     return kernels.can_replace(saved(node, "input")) and math.prod(saved(node, "normalized_shape")) <= kernels.MAX_NORM_SIZE
 
 
 def shares_by_kernel(node: Node, mean: Share, scale: Tensor, g: Share, s: Share) -> list[Share]:
-    """The shares of input, weight and bias; the mean is None where it is not subtracted."""
+    """The shares of input, weight and bias. ``mean`` is None if the norm does not subtract it."""
     if g is None and s is None:
         return [None, None, None]
     x, shape, weight = saved(node, "input"), saved(node, "normalized_shape"), saved(node, "weight")
@@ -109,7 +109,7 @@ def layer_norm(node: Node, g: Share, s: Share) -> list[Share]:
 
 @rule("FusedRmsNormBackward0", curved=AFFINE[:2], fresh=True)
 def rms_norm(node: Node, g: Share, s: Share) -> list[Share]:
-    """over the last dimensions, about zero; not whole, so as to agree with x · rsqrt(mean x² + ε) operator by operator"""
+    """over the last dimensions, without a mean; not whole, to agree with x · rsqrt(mean x² + ε) as separate operators"""
     if has_kernel(node):
         return shares_by_kernel(node, None, saved(node, "result1"), g, s)[:2]
     x, shape, weight = saved(node, "input"), saved(node, "normalized_shape"), saved(node, "weight")
@@ -124,7 +124,7 @@ def rms_norm(node: Node, g: Share, s: Share) -> list[Share]:
 
 @rule("WeightNormInterfaceBackward0", curved=AFFINE[:2], fresh=True)
 def weight_norm(node: Node, g: Share, s: Share) -> list[Share]:
-    """w = γ v/‖v‖: about zero, with ‖v‖² a sum in place of a mean (m = 1)"""
+    """w = γ v/‖v‖: no mean is subtracted, and ‖v‖² is a sum in place of a mean (m = 1)"""
     v, weight = saved(node, "v"), saved(node, "g")
     kept = dimension(saved(node, "dim"), v.dim())
     dims = tuple(d for d in range(v.dim()) if d != kept)
@@ -159,7 +159,7 @@ def group_norm(node: Node, g: tuple[Share, ...], s: tuple[Share, ...]) -> list[S
 
 
 def of_statistics(normed: Tensor, scale: Tensor, m: int, s_mean: Share, g_scale: Share, s_scale: Share) -> Tensor:
-    """The input's share by way of x̄ and 1/σ: ∂x̄ = 1/m, ∂(1/σ) = −x̂/(m σ²), ∂²(1/σ) = (3 x̂²/m − 1 + 1/m)/(m σ³)"""
+    """The input's share through x̄ and 1/σ: ∂x̄ = 1/m, ∂(1/σ) = −x̂/(m σ²), ∂²(1/σ) = (3 x̂²/m − 1 + 1/m)/(m σ³)"""
     share = torch.zeros_like(normed) if s_mean is None else (s_mean / m**2).expand_as(normed).clone()
     second = (3 / m * normed**2 - 1 + 1 / m) * scale**3 / m
     by_scale = chain(normed * scale**2 / m, second, g_scale, s_scale)
@@ -177,7 +177,7 @@ def of_statistics(normed: Tensor, scale: Tensor, m: int, s_mean: Share, g_scale:
     fresh=True,
 )
 def batch_norm(node: Node, g: Share, s: Share) -> list[Share]:
-    """over batch and positions in training, else as below"""
+    """over batch and positions in training; by constant statistics in evaluation: (γ/σ)² s"""
     if node.name() != "BatchNormWithUpdateBackward0" and not saved(node, "training"):
         return batch_norm_in_evaluation(node, g, s)
     x = saved(node, "input")
@@ -214,7 +214,7 @@ def batch_norm_in_evaluation(node: Node, g: Share, s: Share) -> list[Share]:
 
 
 def positions(x: Tensor) -> tuple[int, ...]:
-    """Every dimension but that of the channels."""
+    """All dimensions except that of the channels."""
     return (0, *range(2, x.dim()))
 
 

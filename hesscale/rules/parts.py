@@ -1,8 +1,8 @@
 """Work on large tensors in parts, on a CPU.
 
-A new tensor of several megabytes costs a CPU more than the arithmetic on it: the operating system maps its pages one by one, and
-takes them back when the tensor is freed. A rule with several intermediate tensors therefore computes its share part by part. Its
-intermediate tensors then stay in the cache, and only the share itself is new memory.
+Allocating a tensor of several megabytes takes a CPU longer than the arithmetic on it: the operating system maps its pages one by
+one, and unmaps them when the tensor is freed. A rule with several intermediate tensors therefore computes its share part by part.
+The intermediate tensors then stay in the cache, and only the share itself needs new memory.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor
 from .registry import Share
 
 MAX_ENTRIES = 2**17  # of a part: half a megabyte in single precision
-MIN_PARTS = 4  # a tensor of fewer parts is not divided
+MIN_PARTS = 4  # a tensor that would have fewer parts is not divided
 
 
 def by_parts(function: Callable[..., tuple[Share, Any]], dim: int, *operands: Share) -> tuple[Share, list[Any]]:
-    """The first result of ``function(*operands)``, and a list of what its second result is for each part.
+    """The first result of ``function(*operands)``, and a list of its second results for all parts.
 
-    The first operand and the first result have the same shape. All operands are divided along ``dim``, where None stands for
-    zero or nothing; no part may depend on another.
+    The first operand and the first result have the same shape. All operands that are not None are divided along ``dim``. The
+    parts must be independent of each other.
     """
     like = operands[0]
     assert like is not None

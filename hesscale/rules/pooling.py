@@ -1,4 +1,4 @@
-"""Pooling, interpolation, padding by reflection and its like, dropout: linear maps between neighbouring entries."""
+"""Pooling, interpolation, padding with entries of the input (such as reflection), and dropout: linear maps."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from .registry import Node, Share, linear, needs, rule, saved, signed, zero_one
 
 aten = torch.ops.aten
 
-# A node that keeps its input wants s in the input's dtype. In float16, where s is float32, its operator is called instead,
-# with the arguments that the node saved.
+# A node that saves its input needs s in the input's dtype. In float16, where s is float32, the backward operator is called in
+# place of the node, with the arguments that the node saved.
 Operator = tuple[Any, str]
 MAX_POOLED = "self kernel_size stride padding dilation ceil_mode result1"
 MAX_POOLS: dict[str, Operator] = {
@@ -47,7 +47,7 @@ OPERATORS = MAX_POOLS | PADS | AVERAGE_POOLS | ADAPTIVE_AVERAGE_POOLS
 
 
 def own_backward(node: Node, s: Tensor) -> Tensor:
-    """Jᵀ s: the node's own backward, with what it saved upcast where that is float16."""
+    """Jᵀ s by the node's own backward, with saved tensors upcast from float16."""
     if s.dtype == node._input_metadata[0].dtype:
         return node(s)
     operator, fields = OPERATORS[node.name()]
@@ -55,7 +55,7 @@ def own_backward(node: Node, s: Tensor) -> Tensor:
 
 
 def as_given(value: Any) -> Any:
-    """A saved argument, a size or a list of them, as the operator took it."""
+    """A saved size or list of sizes, as it was passed to the operator."""
     if isinstance(value, tuple):
         return [signed(size) for size in value]
     return signed(value) if type(value) is int else value
@@ -73,7 +73,7 @@ def pad(node: Node, s: Tensor) -> Share:
     return own_backward(node, s)
 
 
-zero_one("MaxUnpool2DBackward0", "MaxUnpool3DBackward0", summary="the same entries in another place")
+zero_one("MaxUnpool2DBackward0", "MaxUnpool3DBackward0", summary="the same entries in other positions")
 zero_one(
     "UpsampleNearest1DBackward0",
     "UpsampleNearest2DBackward0",
@@ -104,7 +104,7 @@ def average_pool(node: Node, s: Tensor) -> Share:
 def window_lengths(
     size: int, count: int, kernel: int, stride: int, padding: int, padded: bool, device: torch.device
 ) -> int | Tensor:
-    """How long each window is along one dimension; ``padded`` counts the padding, but never what lies beyond it."""
+    """The length of each window along one dimension. With ``padded``, it includes padding, but nothing beyond the padding."""
     margin = padding if padded else 0
     if margin == padding and (count - 1) * stride - padding + kernel <= size + margin:
         return kernel
@@ -137,12 +137,12 @@ def outer(lengths: Sequence[int | Tensor]) -> int | Tensor:
 
 
 def each(values: Sequence[int], rank: int) -> Sequence[int]:
-    """One value per dimension, where a single one may stand for all."""
+    """One value per dimension. A single value is repeated."""
     return values if len(values) == rank else [values[0]] * rank
 
 
 def rank_of(node: Node) -> int:
-    """How many dimensions the operator works along: ``AvgPool2DBackward0`` → 2."""
+    """The number of spatial dimensions of an operator: ``AvgPool2DBackward0`` → 2."""
     return int(node.name().partition("D")[0][-1])
 
 
@@ -165,9 +165,9 @@ SCALES = {1: ["scales"], 2: ["scales_h", "scales_w"], 3: ["scales_d", "scales_h"
 
 @linear(*INTERPOLATIONS)
 def interpolate(node: Node, s: Tensor) -> Share:
-    """J is the Kronecker product of an (out, in) matrix per dimension, and so is J∘J: a dense product with each one squared"""
+    """J is a Kronecker product of one (out, in) matrix per dimension, and J∘J that of the squared matrices"""
     sizes, targets = saved(node, "self_sym_sizes")[2:], s.shape[2:]
-    # An operator that changes no size may copy, whatever its scales; one that does must not look like that along any dimension.
+    # An operator that changes no size may just copy, whatever its scales. So it must not seem to keep the size of a dimension.
     other = 1 if sizes == targets else 2
     for size, target, name in zip(sizes, targets, SCALES[len(sizes)], strict=True):
         weights = interpolation_weights(node, s, size, target, saved(node, name), [other] * (len(sizes) - 1))
@@ -176,7 +176,7 @@ def interpolate(node: Node, s: Tensor) -> Share:
 
 
 def interpolation_weights(node: Node, like: Tensor, size: int, target: int, scale: float | None, others: list[int]) -> Tensor:
-    """The (out, in) matrix of one dimension: the operator's backward of the identity, beside dimensions from 1 to ``others``."""
+    """The (out, in) matrix of one dimension: the operator's backward of the identity. ``others`` are the other target sizes."""
     ones, unscaled = [1] * len(others), [None] * len(others)
     identity = torch.eye(target, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
     identity = identity.view(target, 1, target, *ones)
@@ -215,7 +215,7 @@ def refuse_bicubic(node: Node) -> str | None:
 
 @rule("GridSampler2DBackward0", "GridSampler3DBackward0", curved=(False, True), refuse=refuse_bicubic)
 def grid_sample(node: Node, g: Share, s: Share) -> list[Share]:
-    """J = the bilinear weights for the input, one slope per channel for the grid; y is linear along each coordinate"""
+    """J = the bilinear weights for the input, and one slope per channel for the grid; y is linear along each coordinate"""
     settings = [saved(node, name) for name in ("interpolation_mode", "padding_mode", "align_corners")]
     return [None, None] if s is None else grid_sample_shares(node, saved(node, "input"), settings, s)
 
@@ -243,17 +243,17 @@ def grid_sample_shares(node: Node, x: Tensor, settings: list[Any], s: Tensor) ->
         of_input = backward(scaled, x, torch.stack(moved, -1), BILINEAR, ZEROS, False, [True, False])[0]
     if needs(node, 1) and mode == BILINEAR:
         channels = x.shape[1]
-        ones = torch.ones_like(s).flatten(0, 1).unsqueeze(1)  # each channel as a sample of its own
+        ones = torch.ones_like(s).flatten(0, 1).unsqueeze(1)  # each channel as a separate sample
         slopes = backward(ones, x.flatten(0, 1).unsqueeze(1), grid.repeat_interleave(channels, 0), *settings, [False, True])[1]
         of_grid = (s.unsqueeze(-1) * slopes.unflatten(0, (-1, channels)).square()).sum(1)
     return [of_input, of_grid]
 
 
 def squared_weights(coordinate: Tensor, size: int, padding: int, aligned: bool) -> tuple[Tensor, Tensor]:
-    """Where to sample, and times what, so that the weights 1 − f and f become their squares.
+    """A coordinate at which to sample, and a factor, that give the squares of the weights 1 − f and f.
 
-    With q = (1 − f)² + f² these are q times the weights of the fraction f² / q. The coordinate returned is that of
-    ``align_corners=False`` and needs no padding but zeros.
+    With q = (1 − f)² + f², the squares are q times the weights of the fraction f² / q. The coordinate is for
+    ``align_corners=False`` and zero padding.
     """
     low, high = (0.0, size - 1.0) if aligned else (-0.5, size - 0.5)
     span = high - low

@@ -1,6 +1,6 @@
-"""Fake quantisation with straight-through gradients: the Jacobian that autograd uses, as if it were constant.
+"""Fake quantization with straight-through gradients: the Jacobian that autograd uses, as if it were constant.
 
-Fake quantisation with fixed steps is among the elementwise operators.
+Fake quantization with a fixed scale is among the elementwise operators.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from .registry import Node, Share, dimension, linear, needs, saved, signed, zero
 
 aten = torch.ops.aten
 
-zero_one("FusedMovingAvgObsFqHelperBackward0", summary="f' = 1 inside the range of the quantised values, 0 outside")
+zero_one("FusedMovingAvgObsFqHelperBackward0", summary="f' = 1 inside the range of the quantized values, 0 outside")
 
 
 @linear("FakeQuantizeLearnablePerTensorAffineBackward0")
 def learnable_per_tensor(node: Node, s: Tensor) -> list[Share]:
-    """f' = 1 inside, 0 outside; in the scale c (y − x)/scale inside, c y/scale outside; in the zero point 0, −c scale"""
+    """f' = 1 inside, 0 outside; for the scale c (y − x)/scale inside, c y/scale outside; for the zero point 0 and −c scale"""
     x, *step, low, high, factor = arguments(node)
     inside = aten._fake_quantize_learnable_per_tensor_affine_backward(torch.ones_like(x), x, *step, low, high, factor)[0]
     y = aten._fake_quantize_learnable_per_tensor_affine(x, *step, low, high, factor)
@@ -28,7 +28,7 @@ def learnable_per_tensor(node: Node, s: Tensor) -> list[Share]:
 
 @linear("FakeQuantizeLearnablePerChannelAffineBackward0")
 def learnable_per_channel(node: Node, s: Tensor) -> list[Share]:
-    """the same for every channel, with a scale and a zero point of its own"""
+    """as above, with a scale and a zero point for every channel"""
     x, *step, low, high, factor = arguments(node)
     axis = dimension(saved(node, "axis"), x.dim())
     inside = aten._fake_quantize_learnable_per_channel_affine_backward(torch.ones_like(x), x, *step, axis, low, high, factor)[0]

@@ -1,11 +1,12 @@
-"""Fused recurrent layers: backwards in time by the node rules of the unfused layer, so that fusion does not change the diagonal.
+"""Fused recurrent layers: backpropagation through time by the rules of the unfused layer, so fusion does not change the diagonal.
 
-The pre-activations of all steps are two matrix products, since the output h' of the layer is at hand. Then (g, s) at h and c go
-back from step to step (:mod:`.recurrent_cells`), with two small matrix products each: g W_hh and s W_hh². The shares of the
-weights are summed over time, by one matrix product for all steps. What needs most memory is done for a block of steps at a time.
+The pre-activations of all steps are two matrix products, since the node has saved the layer's output h'. Then (g, s) at h and c
+are propagated back from step to step (:mod:`.recurrent_cells`), with two small matrix products each: g W_hh and s W_hh². The
+shares of the weights are summed over time, by one matrix product for all steps. Computations that need much memory are done for a
+block of steps at a time.
 
 The rows of a tensor are those of the first step, then those of the second and so on, as in a ``PackedSequence``. Later steps may
-have fewer rows. Each sequence keeps its place among the rows of a step.
+have fewer rows. A sequence has the same position among the rows of each step.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ CELLS: dict[int, Any] = {RELU: torch.rnn_relu_cell, TANH: torch.rnn_tanh_cell, G
 
 
 class Weights(NamedTuple):
-    """The weights of one layer in one direction, in PyTorch's order; or for each of them its share, or whether it needs one."""
+    """The weights of one layer in one direction, in PyTorch's order; also their shares, or whether each of them needs one."""
 
     ih: Any
     hh: Any
@@ -39,40 +40,40 @@ class Weights(NamedTuple):
 
     @staticmethod
     def of(values: Sequence[Any], projected: bool) -> Weights:
-        """From a list that leaves out what the layer does not have."""
+        """From a list without the weights that the layer does not have."""
         return Weights(*values[:-1])._replace(hr=values[-1]) if projected else Weights(*values)
 
     def shaped(self, rows: int, projection: int) -> Weights:
-        """The weights in their shapes, which autocast takes from them to put them into one buffer."""
+        """The weights in their shapes. Under autocast, they come flattened in one buffer."""
         ih, hh, b_ih, b_hh, hr = self
         b_ih, b_hh = (None if b is None else b.reshape(rows) for b in (b_ih, b_hh))
         return Weights(ih.reshape(rows, -1), hh.reshape(rows, -1), b_ih, b_hh, None if hr is None else hr.reshape(projection, -1))
 
 
 class Layer(NamedTuple):
-    """What one layer took, in one direction."""
+    """The inputs of one layer, in one direction."""
 
     mode: int
     weights: Weights
     x: Tensor  # (rows, features)
-    h: Tensor  # before the first step: (sequences, hidden), or what that is projected to
-    c: Tensor | None  # the same for an LSTM, (sequences, hidden)
+    h: Tensor  # before the first step: (sequences, hidden), or (sequences, projection)
+    c: Tensor | None  # before the first step of an LSTM: (sequences, hidden)
     sizes: list[int]  # the number of rows of each step
     backwards: bool
 
     def in_order(self, steps: Sequence[T]) -> Sequence[T]:
-        """Steps, or blocks of them, in the order in which this direction goes."""
+        """Steps, or blocks of them, in the order in which this direction visits them."""
         return steps[::-1] if self.backwards else steps
 
     def blocks(self) -> list[Block]:
-        """The steps in blocks of as many as memory allows."""
+        """The steps in blocks of limited size."""
         length = max(1, MAX_BLOCK_NUMEL // max(1, self.sizes[0] * self.weights.hh.shape[0]))
         starts = [0, *accumulate(self.sizes)]
         ranges = [range(t, min(t + length, len(self.sizes))) for t in range(0, len(self.sizes), length)]
         return [Block(steps, slice(starts[steps[0]], starts[steps[-1] + 1])) for steps in ranges]
 
     def output(self) -> Tensor:
-        """h' of all steps, one step after another."""
+        """h' of all steps, computed one step after another."""
         w_ih, w_hh, b_ih, b_hh, w_hr = self.weights
         h, c, inputs, found = self.h, self.c, self.x.split(self.sizes), [self.h] * len(self.sizes)
         for t in self.in_order(range(len(self.sizes))):
@@ -88,7 +89,7 @@ class Layer(NamedTuple):
         return torch.cat(found)
 
     def h_before(self, output: Tensor) -> Tensor:
-        """The h that each row took: that of the step before, or the given one where its sequence starts."""
+        """The input h of each row: that of the step before, or the initial h at the start of a sequence."""
         steps, found = output.split(self.sizes), [self.h] * len(self.sizes)
         for t, n in enumerate(self.sizes):
             source = t + 1 if self.backwards else t - 1
@@ -96,7 +97,7 @@ class Layer(NamedTuple):
         return torch.cat(found)
 
     def c_before(self, gates: Tensor) -> Tensor:
-        """The c that each row took, in an LSTM."""
+        """The input c of each row, in an LSTM."""
         assert self.c is not None
         c, found = self.c, [self.c] * len(self.sizes)
         for block in self.in_order(self.blocks()):
@@ -109,7 +110,7 @@ class Layer(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Steps in succession, and their rows."""
+    """Consecutive steps, and their rows."""
 
     steps: range
     rows: slice
@@ -142,9 +143,9 @@ class Gates:
 
 
 class LayerShares(NamedTuple):
-    """(g, s) at what a layer took, in one direction; s at its weights."""
+    """(g, s) at the inputs of a layer, in one direction, and s at its weights."""
 
-    x: Pair | None  # if it was asked for
+    x: Pair | None  # None if it is not needed
     h: Pair
     c: Pair | None
     weights: Weights
@@ -153,9 +154,9 @@ class LayerShares(NamedTuple):
 def through_layer(
     layer: Layer, output: Tensor, at: Pair | None, h: Pair, c: Pair | None, needed: Weights, *, needs_x: bool, keep_g: bool
 ) -> LayerShares:
-    """From (g, s) at a layer's output, and at its last h and c, to what it took; g at x only with ``keep_g``.
+    """Propagate (g, s) from a layer's output, and from its last h and c, to its inputs; g at x only with ``keep_g``.
 
-    With s_a and s_b at the pre-activations, and m for the h of an LSTM before its projection, the weights get
+    With s_a and s_b at the pre-activations, and m for the h of an LSTM before its projection, the weights' shares are
 
         s_aᵀ x²,  s_bᵀ h²,  Σ s_a,  Σ s_b,  s_hᵀ m²
     """
@@ -204,7 +205,7 @@ def pair_of(g: Share, s: Share, like: Tensor, with_g: bool) -> Pair:
 
 
 def single(value: Any) -> Any:
-    """A tensor of half precision in single precision, in which all is computed."""
+    """A tensor in half precision, converted to single precision. All computations are at least in single precision."""
     return value.float() if value is not None and value.dtype in (torch.float16, torch.bfloat16) else value
 
 
@@ -217,7 +218,7 @@ def refuse_mkldnn(node: Node) -> str | None:
 
 
 def mkldnn_layer(node: Node, g: tuple[Share, ...], s: tuple[Share, ...]) -> list[Share]:
-    """one LSTM layer in one direction, backwards in time by the rules of its gates; weights s_aᵀ x² and s_bᵀ h²"""
+    """one LSTM layer in one direction, back through time by the rules of its gates; weights s_aᵀ x² and s_bᵀ h²"""
     x, h, c, output = (single(saved(node, name)) for name in ("input", "hx_", "cx_", "result0"))
     weights = Weights(*[single(saved(node, f"weight{i}")) for i in range(4 if saved(node, "has_biases") else 2)])
     layer = Layer(LSTM, weights, x.flatten(0, 1), h, c, [x.shape[1]] * len(x), saved(node, "reverse"))
@@ -239,12 +240,12 @@ rule("MkldnnRnnLayerBackward0", many=True, contraction=True, same=mkldnn_layer, 
 
 def refuse_cudnn(node: Node) -> str | None:
     if saved(node, "train") and saved(node, "dropout") > 0 and saved(node, "num_layers") > 1:
-        return Final(f"cuDNN does not tell what its dropout between layers has dropped. {CUDNN}")
+        return Final(f"the mask of cuDNN's dropout between layers is not accessible. {CUDNN}")
     return None
 
 
 class Sequences(NamedTuple):
-    """How sequences lie in a tensor: as packed rows, or (batch, time, …), or (time, batch, …)."""
+    """The layout of sequences in a tensor: packed rows, or (batch, time, …), or (time, batch, …)."""
 
     sizes: list[int]
     is_packed: bool
@@ -269,7 +270,7 @@ class Sequences(NamedTuple):
 
 
 def layers_of(node: Node, sequences: Sequences) -> list[list[tuple[Layer, Tensor]]]:
-    """Each layer and its output, by direction. cuDNN keeps the output of the last layer only, the others are computed anew."""
+    """Each layer and its output, by direction. cuDNN saves only the output of the last layer, so the others are recomputed."""
     x, hx, cx, last = (single(saved(node, name)) for name in ("input", "hx", "cx", "result0"))
     mode, stride, directions = saved(node, "mode"), saved(node, "weight_stride0"), 2 if saved(node, "bidirectional") else 1
     rows, projected = GATES[mode] * saved(node, "hidden_size"), saved(node, "proj_size") > 0
@@ -287,7 +288,7 @@ def layers_of(node: Node, sequences: Sequences) -> list[list[tuple[Layer, Tensor
 
 
 def cudnn_layers(node: Node, g: tuple[Share, ...], s: tuple[Share, ...]) -> list[Share]:
-    """RNN, GRU or LSTM, all layers and directions, backwards in time by the rules of its gates; weights s_aᵀ x² and s_bᵀ h²"""
+    """RNN, GRU or LSTM, all layers and directions, back through time by the rules of its gates; weights s_aᵀ x² and s_bᵀ h²"""
     sequences = Sequences.of(node)
     stack = layers_of(node, sequences)
     stride, projected, is_lstm = saved(node, "weight_stride0"), saved(node, "proj_size") > 0, saved(node, "mode") == LSTM
@@ -327,7 +328,7 @@ def biased(node: Node, side: str) -> Tensor:
 
 @rule("ThnnFusedLstmCellBackward0", many=True)
 def lstm_cell(node: Node, g: tuple[Share, ...], s: tuple[Share, ...]) -> list[Share]:
-    """c' = f c + i q and h' = o tanh(c') on CUDA, operator by operator from the gates' pre-activations"""
+    """c' = f c + i q and h' = o tanh(c') on CUDA, as separate operators from the gates' pre-activations"""
     c, with_g = single(saved(node, "cx")), any(value is not None for value in g)
     cell = LstmCell(biased(node, "input") + biased(node, "hidden"), c, [len(c)], with_g)
     back = cell.back(0, pair_of(g[0], s[0], c, with_g), pair_of(g[1], s[1], c, with_g))
@@ -336,7 +337,7 @@ def lstm_cell(node: Node, g: tuple[Share, ...], s: tuple[Share, ...]) -> list[Sh
 
 @rule("ThnnFusedGruCellBackward0")
 def gru_cell(node: Node, g: Share, s: Share) -> list[Share]:
-    """n = tanh(a + r b) and h' = (h − n) z + n on CUDA, operator by operator from the gates' pre-activations"""
+    """n = tanh(a + r b) and h' = (h − n) z + n on CUDA, as separate operators from the gates' pre-activations"""
     h, with_g = single(saved(node, "hx")), g is not None
     cell = GruCell(biased(node, "input"), biased(node, "hidden"), h, [len(h)], with_g)
     back = cell.back(0, pair_of(g, s, h, with_g))

@@ -1,4 +1,4 @@
-"""One step of a recurrent layer, as the chain of node rules that the layer has without fusion.
+"""One step of a recurrent layer, as the chain of rules that apply to the unfused layer.
 
 From a = x W_ihᵀ + b_ih and b = h W_hhᵀ + b_hh, for the h and c of the step before, a cell computes
 
@@ -6,9 +6,9 @@ From a = x W_ihᵀ + b_ih and b = h W_hhᵀ + b_hh, for the h and c of the step 
     GRU     r, z = σ(a + b), n = tanh(a + r b), h' = (h − n) z + n
     LSTM    i, f, o = σ(a + b), q = tanh(a + b), c' = f c + i q, h' = o tanh(c')
 
-one elementwise operator after another. The recursion takes (g, s) at h' and c' back to a, b, h and c. At each entry that is a
-linear map (:class:`Elementwise`) whose coefficients do not depend on (g, s). So they are computed for many steps at once, and a
-step itself is a few products of entries. Each cell below stands for several steps in succession, ``sizes`` rows each.
+by elementwise operators. The recursion propagates (g, s) at h' and c' back to a, b, h and c. For each entry, this is a linear map
+(:class:`Elementwise`) whose coefficients do not depend on (g, s). So the coefficients are computed for many steps at once, and a
+step itself is a few elementwise products. Each cell below represents several consecutive steps, with ``sizes`` rows each.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Pair(NamedTuple):
     s: Tensor
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Pair:
-        """The same view, or the like, of both."""
+        """Apply a function, such as a view, to both."""
         return Pair(None if self.g is None else function(self.g), function(self.s))
 
     def plus(self, other: Pair | None) -> Pair:
@@ -38,34 +38,34 @@ class Pair(NamedTuple):
         return Pair(None if self.g is None or other.g is None else self.g + other.g, self.s + other.s)
 
     def through(self, f: Elementwise) -> Pair:
-        """From y = f(x) to x."""
+        """(g, s) at x from (g, s) at y = f(x)."""
         s = self.s * f.square
         if self.g is None or f.first is None:
             return Pair(None, s)
         return Pair(self.g * f.first, s if f.second is None else s.addcmul_(self.g, f.second))
 
     def through_product(self, weight: Tensor, squares: Tensor) -> Pair:
-        """From y = x Wᵀ to x."""
+        """(g, s) at x from (g, s) at y = x Wᵀ."""
         return Pair(None if self.g is None else self.g @ weight, self.s @ squares)
 
     def first_rows(self, n: int) -> Pair:
         return self.map(lambda v: v[:n])
 
     def of_part(self, part: int) -> Pair:
-        """That of one layer and direction, where all are stacked."""
+        """The pair of one layer and direction, from a stack of all."""
         return self.map(lambda v: v[part])
 
     def of_direction(self, d: int, directions: int) -> Pair:
-        """That of one direction, where their features stand side by side."""
+        """The pair of one direction, from tensors that concatenate the features of all directions."""
         return self.map(lambda v: v.chunk(directions, 1)[d])
 
     def split(self, sizes: list[int]) -> list[Pair]:
-        """One for each step."""
+        """One pair for each step."""
         return [Pair(*pair) for pair in zip(split(self.g, sizes), self.s.split(sizes), strict=True)]
 
 
 def join(function: Callable[[list[Tensor], int], Tensor], pairs: Sequence[Pair], dim: int) -> Pair:
-    """Concatenated or stacked."""
+    """Concatenate or stack pairs."""
     g = [pair.g for pair in pairs if pair.g is not None]
     return Pair(function(g, dim) if len(g) == len(pairs) else None, function([pair.s for pair in pairs], dim))
 
@@ -73,8 +73,8 @@ def join(function: Callable[[list[Tensor], int], Tensor], pairs: Sequence[Pair],
 class Elementwise(NamedTuple):
     """A chain of elementwise operators from x to y: g_x = first · g, s_x = square · s + second · g.
 
-    ``first`` and ``second`` are f' and f'', or None for zero. For Gauss-Newton, which has no g, both are None. ``square`` is f'²,
-    but where x reaches y by two paths it is the sum of their squares.
+    ``first`` and ``second`` are f' and f'', or None for zero. For Gauss-Newton, which has no g, both are None. ``square`` is f'².
+    If x reaches y by two paths, it is the sum of their squares.
     """
 
     first: Share
@@ -82,7 +82,7 @@ class Elementwise(NamedTuple):
     second: Share = None
 
     def after(self, inner: Elementwise) -> Elementwise:
-        """This operator on what ``inner`` makes: the recursion, applied twice."""
+        """The composition self(inner(x)): the recursion, applied twice."""
         second = times(self.first, inner.second)
         if self.second is not None:
             second = self.second * inner.square if second is None else second.addcmul_(self.second, inner.square)
@@ -133,7 +133,7 @@ def stack(gates: Sequence[Elementwise]) -> Elementwise:
 
 
 class Back(NamedTuple):
-    """(g, s) at what a step took: a and b, and h and c where these do not go through b."""
+    """(g, s) at the inputs of a step: a and b, and h and c as far as they are used other than through b."""
 
     a: Pair
     b: Pair
@@ -168,13 +168,13 @@ class GruCell:
 
     def back(self, t: int, h: Pair, c: Pair | None = None) -> Back:
         pre = h.map(lambda v: v.unsqueeze(1)).through(self.gates[t])
-        third = pre.map(lambda v: v[:, 2:]).through(self.r[t])  # that of b stands in r b
+        third = pre.map(lambda v: v[:, 2:]).through(self.r[t])  # b occurs as r b in the third gate
         hidden = join(torch.cat, [pre.map(lambda v: v[:, :2]), third], 1)
         return Back(flat(pre), flat(hidden), h.through(self.z[t]))
 
 
 class LstmCell:
-    """c' = f c + i q and h' = o tanh(c'): s_c' gains o² tanh'² s + o tanh'' g, and i, f, q and c get it by squared factors"""
+    """c' = f c + i q and h' = o tanh(c'): s_c' gains o² tanh'² s + o tanh'' g; i, f, q and c get s_c' times squared factors"""
 
     def __init__(self, gates: Tensor, c: Tensor, sizes: list[int], with_g: bool) -> None:
         i, f, q, o = activations(gates)

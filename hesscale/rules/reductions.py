@@ -14,7 +14,7 @@ from .registry import Node, Share, chain, dimension, linear, needs, rule, saved
 
 
 def axes(dims: int | Sequence[int] | None, rank: int) -> tuple[int, ...]:
-    """The reduced dimensions in order; all of them where none are named."""
+    """The reduced dimensions in ascending order; all dimensions if none are given."""
     if dims is None or rank == 0:
         return tuple(range(rank))
     dims = (dims,) if isinstance(dims, int) else dims
@@ -22,7 +22,7 @@ def axes(dims: int | Sequence[int] | None, rank: int) -> tuple[int, ...]:
 
 
 def restored(value: Any, dims: tuple[int, ...], keepdim: bool) -> Any:
-    """A reduced tensor with the reduced dimensions back in place, of size 1; None stays None."""
+    """A reduced tensor with the reduced dimensions restored with size 1; None stays None."""
     if keepdim or value is None:
         return value
     for d in dims:
@@ -110,7 +110,7 @@ def prod_dim(node: Node, g: Share, s: Share) -> Share:
 
 
 def product_of_others(x: Tensor) -> Tensor:
-    """Π_{j≠i} x_j along the last dimension, from both ends: nothing is divided by an x of zero."""
+    """Π_{j≠i} x_j along the last dimension, as a product of cumulative products from both ends, to avoid division by zero."""
     if x.shape[-1] == 0:
         return x
     before = F.pad(x, (1, -1), value=1).cumprod(-1)
@@ -136,7 +136,7 @@ def to_last(value: Any, dim: int) -> Any:
 
 
 def suffix_sums(values: Tensor, factors: Tensor) -> Tensor:
-    """R_i = v_i + f_i R_{i+1} along the last dimension, by doubling the reach log₂ n times."""
+    """R_i = v_i + f_i R_{i+1} along the last dimension, by a parallel scan with log₂ n doublings."""
     reach = 1
     while reach < values.shape[-1]:
         values = values + factors * F.pad(values, (-reach, reach))
@@ -204,7 +204,7 @@ def std_mean(node: Node, g: tuple[Share, Share], s: tuple[Share, Share]) -> Shar
 
 
 def spread(node: Node, g: tuple[Share, Share], s: tuple[Share, Share], root: str | None = None) -> Share:
-    """The share through (variance or its root, mean)."""
+    """The input's share for the outputs (variance or its root, mean)."""
     x = saved(node, "self")
     dims = axes(saved(node, "dim"), x.dim())
     keepdim = saved(node, "keepdim")
@@ -248,7 +248,7 @@ def exponent(node: Node) -> float:
 
 
 def norm_slopes(x: Tensor, y: Tensor, p: float, dims: tuple[int, ...]) -> tuple[Share, Share]:
-    """∂y/∂x_i, and r_i^(p−2) where the norm is curved; both zero at singular points."""
+    """∂y/∂x_i, and r_i^(p−2) if the norm is curved; both are zero at singular points."""
     if p == 0:
         return None, None
     if p == 1:
@@ -262,7 +262,7 @@ def norm_slopes(x: Tensor, y: Tensor, p: float, dims: tuple[int, ...]) -> tuple[
 
 
 def norm_curvature(first: Share, ratio: Share, y: Tensor, p: float) -> Share:
-    """∂²y/∂x² from both sums over what is one variable: (p − 1)(Σ r^(p−2) − (Σ ∂y/∂x)²)/y"""
+    """∂²y/∂x² = (p − 1)(Σ r^(p−2) − (Σ ∂y/∂x)²)/y, with sums over the entries that are the same variable"""
     if first is None or ratio is None:
         return None
     return (p - 1) * (ratio - first * first) / torch.where(y == 0, torch.inf, y)
@@ -270,9 +270,9 @@ def norm_curvature(first: Share, ratio: Share, y: Tensor, p: float) -> Share:
 
 @rule("DistBackward0", fan_out=False)
 def dist(node: Node, g: Share, s: Share) -> list[Share]:
-    """y = ‖a − b‖: the rule of the norm, where an entry of a broadcast input changes several differences"""
+    """y = ‖a − b‖: the rule of the norm; an entry of a broadcast input changes several differences"""
     a, b, y, p = saved(node, "self"), saved(node, "other"), saved(node, "result"), exponent(node)
-    difference = (a - b).to(node._input_metadata[0].dtype).to(y.dtype)  # rounded as y was, for ties
+    difference = (a - b).to(node._input_metadata[0].dtype).to(y.dtype)  # rounded as in the forward pass, to find ties
     first, ratio = norm_slopes(difference, y, p, axes(None, difference.dim()))
 
     def share(shape: torch.Size) -> Share:
@@ -340,6 +340,6 @@ def selected(node: Node, s: Tensor) -> Share:
 
 @linear("CummaxBackward0", "CumminBackward0", fan_in=False)
 def running_extremum(node: Node, s: Tensor) -> Share:
-    """J = 1 at the index of the running extremum, whose shares are added"""
+    """J = 1 at the index of the running extremum; each entry gets the sum of its shares"""
     index = saved(node, "indices")
     return torch.zeros_like(s).scatter_add(dimension(saved(node, "dim"), s.dim()), index, s)

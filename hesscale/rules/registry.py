@@ -4,9 +4,8 @@ For y = f(x₁ … xₙ), g = ∂L/∂y and s = diag ∂²L/∂y², a rule retur
 
     s_x = Σ_k s_k (∂y_k/∂x)² + Σ_k g_k ∂²y_k/∂x²        (Eq. 3 and 4 of the paper)
 
-It sees its node, g and s, and nothing else. ``g`` and ``s`` may each be None, which means zero. What it returns may still
-have the shape and dtype of y: the engine sums and casts every share to the input it belongs to. It may be s itself or a view of
-it, never g or a saved tensor.
+A rule gets only its node, g and s. ``g`` and ``s`` may each be None, which means zero. A share may have the shape and dtype of y:
+the engine sums and casts it to those of the input. A share may be s itself or a view of s, but not g or a saved tensor.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(frozen=True, eq=False)
 class Rule:
-    """A curvature rule, and the facts about the operator's structure that the analysis of the head needs.
+    """A curvature rule, and the operator's structure, which the analysis of the head needs.
 
     Attributes:
         function: ``(node, g, s) -> shares``, one share per entry of ``node.next_functions`` (a bare tensor for one input).
-        family: the file of the rule, for tables.
+        family: the name of the rule's file, for tables.
         summary: the maths of the rule in one line.
-        curved: some second derivative within one input is not zero. It is one value for all inputs, or one for each. If true,
-            the rule is called even if s is zero.
+        curved: some ∂²y/∂x₁² is not zero. It is one value for all inputs, or one for each. If true, the rule is called even if s
+            is zero.
         joint: one entry of y may depend on entries of two inputs. False for cat, stack, where.
         mixed: some ∂²y/∂x₁∂x₂ is not zero. False for add, True for mul.
         fan_in: one entry of y depends on several entries of one input (sum, softmax).
@@ -83,7 +82,7 @@ class Rule:
         return self.curved[index] if isinstance(self.curved, tuple) else self.curved
 
     def uses_gradient(self, repeated: bool) -> bool:
-        """Whether the g term may matter; a tensor at two inputs turns mixed derivatives into its own second ones."""
+        """Whether the term with g may be nonzero. If one tensor is at two inputs, mixed derivatives contribute to it."""
         curved = any(self.curved) if isinstance(self.curved, tuple) else self.curved
         return curved or (repeated and self.joint and self.mixed)
 
@@ -97,7 +96,7 @@ COMPLEX: dict[str, Rule] = {}
 
 
 class Final(str):
-    """A reason to refuse a node that ``fallback="exact"`` does not remove."""
+    """A reason to refuse a node even with ``fallback="exact"``."""
 
 
 KERNEL = (
@@ -120,24 +119,24 @@ REFUSED: dict[str, str] = {
     "FlexAttention": KERNEL,
     "Varlen": KERNEL,
     "SyncBatchNorm": "batch norm over several processes couples their samples. Use group or layer norm, or nn.BatchNorm, which "
-    "normalises each process's part of the batch by itself",
+    "normalizes each process's part of the batch by itself",
     "grouped_mm_fallback": "this product of the experts cannot be differentiated twice. Call "
     "model.set_experts_implementation('eager')",
     "MiopenRnn": "ROCm's recurrent layers have no curvature rule. Run this layer under torch.backends.cudnn.flags(enabled=False)",
     "LstmMps": "the LSTM of Apple's GPUs has no curvature rule. Run this layer on the CPU",
-    "Mkldnn": "tensors in oneDNN's own layout have no curvature rules. Leave out to_mkldnn, or run the forward pass under "
+    "Mkldnn": "tensors in the layout of oneDNN have no curvature rules. Leave out to_mkldnn, or run the forward pass under "
     "torch.backends.mkldnn.flags(enabled=False)",
-    "BackwardBackward": "the loss holds a gradient (create_graph=True), whose curvature needs third derivatives. "
-    "Take such a term out of the loss, or detach it",
-    "SparseMmReduce": "sparse tensors have no curvature rules here. With torch_geometric, pass edge_index and not a sparse "
-    "adjacency; elsewhere use dense tensors",
+    "BackwardBackward": "the loss contains a gradient (create_graph=True), whose curvature needs third derivatives. "
+    "Remove such a term from the loss, or detach it",
+    "SparseMmReduce": "sparse tensors have no curvature rules here. With torch_geometric, pass edge_index in place of a sparse "
+    "adjacency matrix; elsewhere use dense tensors",
     "Sparse": "sparse tensors have no curvature rules. Use dense ones",
     "ToDense": "sparse tensors have no curvature rules. Use dense ones",
     "ValuesBackward": "sparse tensors have no curvature rules. Use dense ones",
     "NestedTensor": "nested tensors have no curvature rules. Use padded ones with a mask",
     "Complex": "complex tensors have curvature rules for few operators. Carry real and imaginary parts as two real tensors",
 }
-"""What gets no rule, by a part of the node's name, and what to do instead."""
+"""Why a node is not supported, by a part of its name, and what to do instead."""
 
 
 def rule(*names: str, table: dict[str, Rule] | None = None, **facts: Any) -> Callable[[F], F]:
@@ -155,7 +154,7 @@ def rule(*names: str, table: dict[str, Rule] | None = None, **facts: Any) -> Cal
 
 
 def linear(*names: str, **facts: Any) -> Callable[[F], F]:
-    """Register ``function(node, s)`` for operators with ∂²y/∂x² = 0; it is only called with an s."""
+    """Register ``function(node, s)`` for operators with ∂²y/∂x² = 0. It is not called if s is None."""
 
     def register(function: F) -> F:
         def apply(node: Node, g: Share, s: Share) -> Shares:
@@ -174,7 +173,7 @@ def zero_one(*names: str, summary: str, **facts: Any) -> None:
     def apply(node: Node, s: Any) -> Shares:
         return node(*s) if isinstance(s, tuple) else node(s)
 
-    apply.__doc__, apply.__module__ = summary, sys._getframe(1).f_globals["__name__"]  # the family of who registers
+    apply.__doc__, apply.__module__ = summary, sys._getframe(1).f_globals["__name__"]  # the caller's module gives the family
     linear(*names, **{"joint": False, "fan_in": False, "fan_out": False, **facts})(apply)
 
 
@@ -199,7 +198,7 @@ def elementwise(*names: str, **facts: Any) -> Callable[[F], F]:
 
 
 def chain(first: Any, second: Any, g: Share, s: Share) -> Share:
-    """s_x = f'² s + f'' g, with None for zero on either side."""
+    """s_x = f'² s + f'' g. None stands for zero, in arguments and in the result."""
     share = None if s is None or first is None else (s * first).mul_(first)
     if g is None or second is None:
         return share
@@ -214,7 +213,7 @@ def elementwise_auto(node: Node, g: Share, s: Share) -> Shares:
 
 
 def elementwise_same(node: Node, g: Share, s: Share) -> Shares:
-    """One tensor at several inputs of an elementwise operator: f' is the sum of its partial derivatives."""
+    """The same tensor at several inputs of an elementwise operator: f' is the sum of the partial derivatives."""
     return _elementwise_by_autograd(node, g, s, merge=True)
 
 
@@ -244,13 +243,13 @@ def _elementwise_by_autograd(node: Node, g: Share, s: Share, merge: bool) -> Sha
     return shares
 
 
-# Facts about elementwise operators, unless their rules say otherwise.
+# Fields of Rule for elementwise operators, unless their rules set them differently.
 ONE_TO_ONE: dict[str, Any] = {"fan_in": False, "fan_out": False, "broadcast": True, "fresh": True, "same": elementwise_same}
 MISSING = object()
 
 
 def saved(node: Node, name: str) -> Any:
-    """``node._saved_<name>``, float16 as float32, whose squares do not overflow; an error if this torch calls it otherwise."""
+    """``node._saved_<name>``, with float16 as float32, since squares would overflow. Raises if there is no such attribute."""
     value: Any = getattr(node, "_saved_" + name, MISSING)
     if value is MISSING:
         raise RuntimeError(
@@ -261,17 +260,17 @@ def saved(node: Node, name: str) -> Any:
 
 
 def signed(value: int) -> int:
-    """A saved number as it was: autograd stores −1 as 2⁶⁴ − 1."""
+    """A saved number with its sign: autograd stores −1 as 2⁶⁴ − 1."""
     return value - 2**64 if value >= 2**63 else value
 
 
 def dimension(value: int, rank: int) -> int:
-    """A saved dimension as a proper one, which is not negative."""
+    """A saved dimension, converted to a nonnegative one."""
     return signed(value) % max(rank, 1)
 
 
 def needs(node: Node, index: int) -> bool:
-    """Whether input ``index`` takes part in differentiation."""
+    """Whether input ``index`` needs a share."""
     return node.next_functions[index][0] is not None
 
 
@@ -292,7 +291,7 @@ def register_rule(*names: str, **facts: Any) -> Callable[[F], F]:
 
     Args:
         names: autograd's names, as in ``y.grad_fn.name()``.
-        facts: facts about the operator's structure, see :class:`hesscale.rules.Rule`. The defaults assume the worst case.
+        facts: fields of :class:`hesscale.rules.Rule` that describe the operator's structure. The defaults assume the worst case.
 
     Example:
         >>> import torch, hesscale

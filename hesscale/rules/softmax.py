@@ -1,4 +1,4 @@
-"""Softmax and its relatives: dense Jacobians whose rules take linear time."""
+"""Softmax and log_softmax: dense Jacobians whose rules take linear time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions of one number, and their kin of two: exponential, logarithmic, trigonometric, special; s_x = f'² s + f'' g."""
+"""Exponential, logarithmic, trigonometric and special functions of one or two numbers: s_x = f'² s + f'' g."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def logit(node: Node) -> Pair:
 
 @elementwise("LogaddexpBackward0", "Logaddexp2Backward0")
 def logaddexp(node: Node) -> list[Pair | None]:
-    """y = log(eᵃ + eᵇ): f'_a = σ(a − b), f''_a = f'_a f'_b; so for b; in base 2, log 2 times a, b and f''"""
+    """y = log(eᵃ + eᵇ): f'_a = σ(a − b), f''_a = f'_a f'_b; likewise for b; in base 2, log 2 times a, b and f''"""
     rate = LN2 if node.name() == "Logaddexp2Backward0" else 1
     first = finite(torch.sigmoid((operand(node, "self") - operand(node, "other")) * rate))
     second = first * (1 - first) * rate
@@ -165,7 +165,7 @@ def sin(node: Node) -> Pair:
 def cos(node: Node) -> Pair:
     """f' = −sin x, f'' = −cos x"""
     x = saved(node, "self")
-    return torch.sin(x), torch.cos(x).neg_()  # the sign of f' is lost in its square
+    return torch.sin(x), torch.cos(x).neg_()  # the sign of f' does not matter, since it is squared
 
 
 @elementwise("TanBackward0")

@@ -1,7 +1,7 @@
 """Nodes of tensor parallelism: they convert between local tensors and DTensors, or between two placements of a DTensor.
 
-A DTensor stands for one tensor whose parts are in several processes. These nodes move its entries between processes, and do not
-change them. So each node treats s as it treats g. Where processes have parts of a sum, the node's backward adds them up.
+A DTensor is one tensor whose parts are in several processes. These nodes move its entries between processes without changing
+them, so s is treated like g. If processes hold terms of a sum, the node's backward adds them up.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..errors import UnsupportedOperator
 from .registry import Final, Node, Rule, Share
 
 FROM_LOCAL, TO_LOCAL, REDISTRIBUTE = "_FromTorchTensor", "_ToTorchTensor", "Redistribute"
-# Their rules have been compared with a single process. Other operators are refused, since their rules may use local tensors.
+# Operators whose rules have been compared with a single process. Others are refused, since their rules may use local tensors.
 OPERATORS = {
     "AddBackward0",
     "AddmmBackward0",
@@ -41,7 +41,7 @@ def refuse(node: Node) -> str | None:
     kept = [getattr(value, "placements", value) for value in vars(node).values()]
     placements = [one for values in kept if isinstance(values, (tuple, list)) for one in values if hasattr(one, "is_partial")]
     is_sum = all(placement.reduce_op == "sum" for placement in placements if placement.is_partial())
-    return None if is_sum else Final("the processes hold parts of a DTensor that are not summed, which has no curvature rule")
+    return None if is_sum else Final("partial values of a DTensor are reduced other than by a sum, which has no curvature rule")
 
 
 RULE = Rule(

@@ -1,4 +1,7 @@
-"""Writes into part of a tensor (y[0] = x, y[:, 1].mul_(2)): the node hides its operator, so it is watched at work first."""
+"""Writes into part of a tensor (y[0] = x, y[:, 1].mul_(2)).
+
+The node does not show which operator it applies, so the calls of its backward are recorded first.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +20,16 @@ from .registry import Node, Share, rule
 aten = torch.ops.aten
 
 
-class Watch(TorchDispatchMode):
-    """Sees what a write into a view does with the gradient of the written part, and so what kind of write it was.
+class WriteRecorder(TorchDispatchMode):
+    """Records which operators the backward of a write applies to the gradient of the written part, to find the kind of write.
 
-    ``moves``: it picks entries. Otherwise every operator was elementwise, and then so was the write: with a diagonal Jacobian
-    everywhere, each entry depends on no other. ``sums``: gradients of one number written everywhere. ``other``: an operator
-    that is none of these.
+    ``moves``: an operator selects or moves entries. Otherwise, all operators are elementwise, and so is the write. ``sums``: the
+    gradients of single numbers that were written everywhere. ``other``: the first operator of any other kind.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.followed: list[Tensor] = []  # what depends on the gradient of the written part, which comes first
+        self.followed: list[Tensor] = []  # the gradient of the written part, and all tensors that depend on it
         self.sums: list[Tensor] = []
         self.moves = False
         self.other: str | None = None
@@ -84,29 +86,29 @@ PICKS = {
 
 
 class Write(NamedTuple):
-    """What is known of a write once it has been watched; kept in the node's metadata from the walk to the rule."""
+    """What :class:`WriteRecorder` has found about a write. It is stored in the node's metadata, for the rule."""
 
-    numbers: frozenset[int]  # the inputs that are one number, written everywhere
+    numbers: frozenset[int]  # the inputs that are a single number, written everywhere
     curved: bool
 
 
 def hidden_write(node: Node) -> str | None:
-    """Refuse what neither is elementwise nor moves entries about, and what cannot be differentiated twice."""
+    """Why a write is refused: it is neither elementwise nor moves entries, or cannot be differentiated twice; otherwise None."""
     y = node._input_metadata[0]
     ones = torch.ones(tuple(y.shape), dtype=y.dtype, device=y.device)
-    with torch.enable_grad(), Watch() as watch:
+    with torch.enable_grad(), WriteRecorder() as recorder:
         given = pulled(node, ones)
     curved = any(t is not None and t.requires_grad for t in given)
-    if watch.other is not None:
-        return f"what a write into part of a tensor does is not known (its backward calls {watch.other}). {OUT_OF_PLACE}"
-    if watch.moves and curved:
+    if recorder.other is not None:
+        return f"a write into part of a tensor does something unknown (its backward calls {recorder.other}). {OUT_OF_PLACE}"
+    if recorder.moves and curved:
         return f"a write into part of a tensor moves entries and is not linear. {OUT_OF_PLACE}"
     for t, (source, number) in zip(given, node.next_functions, strict=True):
-        if watch.moves and t is not None and t.numel() != math.prod(source._input_metadata[number].shape):
-            return "a write into part of a tensor moves entries and broadcasts them. Expand what you write before you assign it"
+        if recorder.moves and t is not None and t.numel() != math.prod(source._input_metadata[number].shape):
+            return "a write into part of a tensor moves entries and broadcasts them. Expand the value before you assign it"
     if any(t is not None and is_once_differentiable(t) for t in given):
         return f"a write into part of a tensor cannot be differentiated twice. {OUT_OF_PLACE}"
-    node.metadata["hesscale"] = Write(frozenset(i for i, t in enumerate(given) if is_one_of(t, watch.sums)), curved)
+    node.metadata["hesscale"] = Write(frozenset(i for i, t in enumerate(given) if is_one_of(t, recorder.sums)), curved)
     return None
 
 
@@ -128,11 +130,11 @@ def write_into_view(node: Node, g: Share, s: Share) -> list[Share]:
 
 
 def squares(node: Node, s: Tensor, numbers: frozenset[int]) -> list[Share]:
-    """J² s, as J times Jᵀs: no entry of an input reaches two of y, unless it is one number written everywhere, with J = 1."""
+    """J² s, as J times Jᵀs. An entry reaches at most one entry of y, unless it is a number that is written everywhere (J = 1)."""
     dtype = node._input_metadata[0].dtype
     scale: Any = 1
     if s.numel() and torch.float16 in (dtype, *(e[0]._input_metadata[e[1]].dtype for e in node.next_functions if e[0])):
-        scale = s.abs().amax().clamp_min(torch.finfo(s.dtype).tiny)  # float16 has no room for s, but for s / max s
+        scale = s.abs().amax().clamp_min(torch.finfo(s.dtype).tiny)  # s may overflow in float16, but s / max s does not
     jacobians = pulled(node, torch.ones_like(s, dtype=dtype))
     shares = [None if t is None else t.to(s) * scale for t in pulled(node, (s / scale).to(dtype))]
     return [
@@ -142,7 +144,7 @@ def squares(node: Node, s: Tensor, numbers: frozenset[int]) -> list[Share]:
 
 
 def gradient_terms(node: Node, g: Tensor) -> list[Share]:
-    """∂(Jᵀg)/∂x by autograd, where J depends on x."""
+    """∂(Jᵀg)/∂x by autograd, for inputs x that J depends on."""
     with torch.enable_grad():
         gradients = pulled(node, g.to(node._input_metadata[0].dtype))
     return [

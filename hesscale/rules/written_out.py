@@ -1,4 +1,4 @@
-"""Gradients that PyTorch differentiates wrongly, written out in operators that it differentiates rightly."""
+"""Gradients whose derivatives are wrong or missing in PyTorch, rewritten with operators that it differentiates correctly."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Gradients = list[Tensor | None]
 
 
 def of_norm(channel: int) -> Callable[[Any, Sequence[Tensor | None], Gradients], Gradients]:
-    """Normalisation without a weight, whose second derivatives leave out the bias: its gradient is the sum of what comes."""
+    """Normalization without a weight. Its second derivatives lack the bias, whose gradient is the sum of the cotangents."""
 
     def override(node: Any, cotangents: Sequence[Tensor | None], pulled: Gradients) -> Gradients:
         g, bias = cotangents[0], pulled[2]
@@ -31,7 +31,7 @@ def of_norm(channel: int) -> Callable[[Any, Sequence[Tensor | None], Gradients],
 
 
 def of_logcumsumexp(node: Any, cotangents: Sequence[Tensor | None], pulled: Gradients) -> Gradients:
-    """Σ_{k≥i} g_k exp(x_i − y_k): PyTorch takes logarithms of g, of which some may be zero."""
+    """Σ_{k≥i} g_k exp(x_i − y_k). PyTorch computes it by logarithms of g, which may be zero."""
     (g,), x = cotangents, saved(node, "self")
     if g is None or x.dim() == 0 or x.numel() == 0:
         return pulled
@@ -39,13 +39,13 @@ def of_logcumsumexp(node: Any, cotangents: Sequence[Tensor | None], pulled: Grad
     x, y, g = (t.movedim(dim, -1) for t in (x, saved(node, "result"), g))
     n = x.shape[-1]
     later = torch.ones(n, n, dtype=torch.bool, device=x.device).triu()  # k ≥ i
-    y = y.masked_fill(y.isneginf(), 0.0)  # as x is there, too
+    y = y.masked_fill(y.isneginf(), 0.0)  # x is −∞ there too
     q = (x.unsqueeze(-1) - y.unsqueeze(-2)).masked_fill(~later, -torch.inf).exp()
     return [(q @ g.to(q.dtype).unsqueeze(-1)).squeeze(-1).movedim(-1, dim)]
 
 
 def of_weight_norm(node: Any, cotangents: Sequence[Tensor | None], pulled: Gradients) -> Gradients:
-    """w = γ v/‖v‖ with ‖v‖ as a function of v, which PyTorch holds fixed."""
+    """w = γ v/‖v‖ with ‖v‖ as a function of v. PyTorch's second derivatives treat it as constant."""
     g, v, weight = cotangents[0], saved(node, "v"), saved(node, "g")
     if g is None:
         return pulled
@@ -58,12 +58,12 @@ def of_weight_norm(node: Any, cotangents: Sequence[Tensor | None], pulled: Gradi
 
 
 def of_ctc(node: Any, cotangents: Sequence[Tensor | None], pulled: Gradients) -> Gradients:
-    """p − q, where −q is the gradient of −log P: PyTorch cannot differentiate its CTC loss twice."""
+    """p − q, where −q is the gradient of −log P. PyTorch cannot differentiate its CTC loss twice."""
     (g,) = cotangents
     if g is None:
         return pulled
     log_p = saved(node, "log_probs")
-    log_p = log_p.view_as(log_p)  # no hook of the tensor itself runs
+    log_p = log_p.view_as(log_p)  # so that no hook of log_p runs
     counts = ctc_counts(node, log_p)
     loss = ctc_of(node, log_p).masked_fill(~counts.any(0).squeeze(-1), 0.0)
     (minus_q,) = torch.autograd.grad(loss, log_p, g, create_graph=torch.is_grad_enabled())
@@ -71,13 +71,13 @@ def of_ctc(node: Any, cotangents: Sequence[Tensor | None], pulled: Gradients) ->
 
 
 def ctc_of(node: Any, log_p: Tensor) -> Tensor:
-    """−log P of each sample, P the sum over alignments: by the forward recursion over states, blanks between the symbols."""
+    """−log P of each sample, by the forward algorithm over states: the symbols, with blanks between them."""
     steps, samples, _ = log_p.shape
     states, device = saved(node, "result1").shape[-1], log_p.device
     lengths = torch.as_tensor(saved(node, "target_lengths"), device=device)
     state, number = torch.arange(states, device=device), torch.arange(states // 2, device=device)
     targets, blank = saved(node, "targets"), signed(saved(node, "blank"))
-    if targets.dim() == 1:  # one after the other
+    if targets.dim() == 1:  # concatenated targets
         places = (lengths.cumsum(0) - lengths).unsqueeze(1) + number
         targets = targets[places.clamp_max(max(len(targets) - 1, 0))] if len(targets) else targets.new_zeros(samples, 0)
     symbols = torch.full((samples, states), blank, dtype=torch.long, device=device)

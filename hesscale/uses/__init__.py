@@ -1,7 +1,7 @@
 """Uses of a Hessian diagonal besides optimization: inspecting curvature, pruning, quantization and others.
 
-Each module is built on the public functions of this package alone. :mod:`hesscale.uses.laplace` needs laplace-torch, and is
-imported by itself.
+Each module uses only the public functions of this package. :mod:`hesscale.uses.laplace` needs laplace-torch, and must be imported
+explicitly.
 """
 
 from . import continual, pruning, quantization

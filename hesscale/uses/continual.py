@@ -1,4 +1,4 @@
-"""Elastic weight consolidation: a penalty that keeps parameters that matter to earlier tasks near their values."""
+"""Elastic weight consolidation: a penalty that keeps parameters that are important for earlier tasks near their values."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ def importance(
     calibrate: bool = False,
     generator: torch.Generator | None = None,
 ) -> dict[str, Tensor]:
-    """The curvature of the mean loss over a loader, by parameter name: how much each parameter matters there.
+    """The importance of each parameter for the data of a loader: the curvature of the mean loss, by parameter name.
 
-    The model is in evaluation mode meanwhile; its modes and buffers are restored. No ``.grad`` changes. Parameters that do not
-    require gradients are left out.
+    The model is in evaluation mode during the pass. Its modes and buffers are restored afterwards. No ``.grad`` changes.
+    Parameters that do not require gradients are left out.
 
     Args:
         loader: batches. A tuple or list is unpacked, anything else is one argument; tensors move to the model's device.
         loss_fn: ``loss_fn(model, *batch)``, the mean loss of a batch. Batches are weighted by their numbers of examples: the
             lengths of their first tensors.
         method: ``"hesscale_gn"``; ``"ggn"`` (exact), ``"ggn_mc"`` or ``"ggn_mc_per_sample"`` for the Gauss-Newton diagonal; or
-            ``"empirical_fisher"`` for the mean of each sample's own squared gradient.
+            ``"empirical_fisher"`` for the mean of the squared gradients of single samples.
         num_samples: how many draws the random methods and the calibration average for each batch.
-        calibrate: scale HesScaleGN so that its sum over each parameter and batch is that of a Monte-Carlo estimate. Advised for
+        calibrate: scale HesScaleGN so that its sum over each parameter and batch is that of a Monte-Carlo estimate. Use this for
             convolutional networks, in whose first layers HesScaleGN is far too small.
         generator: random number generator of the draws; None for torch's default generator.
 
@@ -74,17 +74,17 @@ def importance(
 class EWC:
     """Elastic weight consolidation (Kirkpatrick et al., 2017), with any importance in place of the Fisher diagonal.
 
-    After each task, :meth:`consolidate` remembers the parameters θ* and their importance F. While the next task is trained, add
-    λ times :meth:`penalty` to the loss:
+    After each task, :meth:`consolidate` stores the parameters θ* and their importance F. While the next task is trained, add λ
+    times :meth:`penalty` to the loss:
 
         ½ Σ_t Σ_i F_ti (θ_i − θ*_ti)²
 
-    With ``decay=γ`` it is the online variant (Schwarz et al., 2018), whose memory does not grow: there is one θ*, that of the
-    latest task, and F ← γ F + F_t.
+    With ``decay=γ``, this is the online variant (Schwarz et al., 2018), which needs no memory for further tasks: it stores only
+    the θ* of the latest task, and F ← γ F + F_t.
 
     Args:
-        model: its parameters that require gradients are held.
-        decay: γ, from 0 to 1; None for a term per task.
+        model: the penalty applies to its parameters that require gradients.
+        decay: γ, from 0 to 1; None for one term per task.
 
     Example:
         >>> import torch
@@ -101,17 +101,17 @@ class EWC:
 
     def __init__(self, model: nn.Module, *, decay: float | None = None) -> None:
         if decay is not None and not 0 <= decay <= 1:
-            raise ValueError(f"{decay=} must be between 0 and 1, or None for a term per task")
+            raise ValueError(f"{decay=} must be between 0 and 1, or None for one term per task")
         self.model, self.decay = model, decay
         self.terms: list[dict[str, dict[str, Tensor]]] = []
 
     @torch.no_grad()
     def consolidate(self, importance: Mapping[str, Tensor]) -> None:
-        """Remember the present parameters, and the importance of each by name: a tensor of its shape, nowhere negative."""
+        """Store the current parameters and their importance. ``importance`` has a nonnegative tensor for each parameter name."""
         named = trained(self.model)
         if set(importance) - set(named):
             unknown = ", ".join(sorted(set(importance) - set(named)))
-            raise ValueError(f"{unknown}: not a parameter of the model that requires gradients; they are {', '.join(named)}")
+            raise ValueError(f"{unknown} is not a parameter of the model that requires gradients; these are {', '.join(named)}")
         for name, value in importance.items():
             check(name, value, named[name])
         weights = {name: stored(value, named[name]) for name, value in importance.items()}
@@ -124,7 +124,7 @@ class EWC:
         self.terms.append({"importance": weights, "anchor": {name: p.detach().clone() for name, p in params.items()}})
 
     def penalty(self) -> Tensor:
-        """½ Σ_t Σ_i F_ti (θ_i − θ*_ti)², and zero before the first :meth:`consolidate`."""
+        """½ Σ_t Σ_i F_ti (θ_i − θ*_ti)²; zero before the first :meth:`consolidate`."""
         total = zeros(next(self.model.parameters()).new_zeros(()))
         for term in self.terms:
             params = self.held(term["importance"])
@@ -137,17 +137,17 @@ class EWC:
         params = dict(self.model.named_parameters())
         if missing := [name for name in names if name not in params]:
             raise ValueError(
-                f"{', '.join(missing)}: remembered from an earlier task, and no parameter of the model any more; the others are "
-                f"{', '.join(params)}. If it was renamed, as by torch.nn.utils.prune, rename it in state_dict() and load that"
+                f"an earlier task has stored {', '.join(missing)}, which the model no longer has; it has {', '.join(params)}. If "
+                "a parameter was renamed, for example by torch.nn.utils.prune, rename it in state_dict(), and load that"
             )
         return {name: params[name] for name in names}
 
     def state_dict(self) -> dict[str, Any]:
-        """What :meth:`load_state_dict` takes. It can be saved, and loaded with ``torch.load(…, weights_only=True)``."""
+        """The stored parameters and their importance. A file of it can be loaded by ``torch.load(…, weights_only=True)``."""
         return {"decay": self.decay, "terms": [{kind: dict(tensors) for kind, tensors in term.items()} for term in self.terms]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a :meth:`state_dict` of an object for the same model. The parameters are the model's own to load."""
+        """Restore a :meth:`state_dict`. It does not contain the model's current parameters, so load these separately."""
         params = dict(self.model.named_parameters())
         terms = []
         for term in state["terms"]:
@@ -157,7 +157,7 @@ class EWC:
                         found = f"one of shape {tuple(params[name].shape)}" if name in params else "none"
                         raise ValueError(
                             f"the state has a parameter {name} of shape {tuple(value.shape)}, and the model has {found}; "
-                            "load it with the model that it was saved with"
+                            "load the state into an EWC of the model for which it was saved"
                         )
             weights = {name: stored(value, params[name]) for name, value in term["importance"].items()}
             anchors = {name: value.detach().to(params[name], copy=True) for name, value in term["anchor"].items()}
@@ -166,7 +166,7 @@ class EWC:
 
 
 def stored(importance: Tensor, p: Tensor) -> Tensor:
-    """A copy for this parameter, at least in single precision: half precision would round small importances to zero."""
+    """A copy for this parameter, at least in single precision, since half precision would round small values to zero."""
     return importance.detach().to(zeros(p), copy=True)
 
 
@@ -176,6 +176,6 @@ def check(name: str, value: Tensor, p: Tensor) -> None:
     lowest = float(value.min()) if value.numel() else 0.0
     if not (lowest >= 0 and math.isfinite(float(value.sum()))):
         raise ValueError(
-            f"the importance of {name} has entries that are negative or not finite (the smallest is {lowest:g}), and the penalty "
+            f"the importance of {name} has entries that are negative or not finite (the smallest is {lowest:g}), so the penalty "
             "would have no minimum; use a method that is never negative for your loss, such as 'empirical_fisher'"
         )

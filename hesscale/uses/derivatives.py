@@ -1,4 +1,4 @@
-"""Mean gradients and curvature diagonals over the batches of a data set. Whatever the passes change is restored."""
+"""Mean gradients and curvature diagonals over the batches of a data set. Everything that the passes change is restored."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from ..estimators import estimate, names
 
 LossFunction = Callable[..., Tensor]
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)  # their weights have outputs in the second dimension
-RECURSIONS = ("hesscale", "hesscale_gn", "bl89")  # their diagonal comes with the gradient, in one pass
+RECURSIONS = ("hesscale", "hesscale_gn", "bl89")  # one pass computes both the gradient and the diagonal
 
 
 class Derivatives(NamedTuple):
-    """Of the mean loss with respect to one parameter.
+    """The derivatives of the mean loss with respect to one parameter.
 
     Attributes:
         gradient: of the parameter's shape.
         diagonal: the curvature diagonal, of the same shape.
-        ratio: the sum of the Gauss-Newton diagonal, estimated without bias, as a multiple of HesScaleGN's sum; None if it was not
-            measured or HesScaleGN is zero.
+        ratio: an unbiased estimate of the sum of the Gauss-Newton diagonal, divided by the sum of HesScaleGN; None if it was not
+            estimated or HesScaleGN is zero.
         ratio_error: the standard error of the ratio over batches; None for a single batch.
     """
 
@@ -41,12 +41,12 @@ class Derivatives(NamedTuple):
 
 
 class Averages(NamedTuple):
-    """What a pass over the data found.
+    """The results of a pass over the data.
 
     Attributes:
-        of: the derivatives by the parameters' names.
+        of: the derivatives by parameter name.
         loss: the mean loss.
-        examples, batches: how many there were.
+        examples, batches: the numbers of examples and batches.
     """
 
     of: dict[str, Derivatives]
@@ -69,19 +69,19 @@ def mean_derivatives(
 ) -> Averages:
     """The gradient and a curvature diagonal of the mean loss, for each parameter that requires gradients.
 
-    Batches are weighted by their numbers of examples: the lengths of their first tensors. The model is in evaluation mode
-    meanwhile. Afterwards its modes, its buffers and torch's random number generators are as before. No ``.grad`` or
-    ``hess_diag`` changes.
+    Batches are weighted by their numbers of examples: the lengths of their first tensors. The model is in evaluation mode during
+    the pass. Afterwards, its modes, its buffers and torch's random number generators are restored. No ``.grad`` or ``hess_diag``
+    changes.
 
     Args:
         loader: batches. A tuple or list is unpacked, anything else is one argument; tensors move to the model's device.
         loss_fn: ``loss_fn(model, *batch)``, the mean loss of a batch. A sum over examples would give large batches too
             much weight.
         method: one of :func:`hesscale.estimators.names`.
-        num_samples: draws of ``ggn_mc`` per batch, which compare the sum of HesScaleGN with an unbiased one; 0 for no comparison.
-            A random method averages as many draws of its own, and one for 0.
-        calibrate: multiply each diagonal by that ratio; for ``method="hesscale_gn"`` and at least one draw.
-        max_batches: the most batches to use.
+        num_samples: draws of ``ggn_mc`` per batch, to compare the sum of HesScaleGN with an unbiased estimate; 0 for no
+            comparison. A random method averages the same number of its own draws, but at least one.
+        calibrate: multiply each diagonal by the ratio of this comparison. Needs ``method="hesscale_gn"`` and at least one draw.
+        max_batches: the maximum number of batches to use.
         training: put the model in training mode instead.
         seed: of the random draws, and of dropout in training mode.
 
@@ -139,14 +139,14 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def zeros(p: Tensor) -> Tensor:
-    """To add up in, at least in single precision."""
+    """Zeros of a parameter's shape, at least in single precision, for a sum over batches."""
     return torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32), requires_grad=False)
 
 
 def losses(
     model: nn.Module, loader: Iterable[Any], loss_fn: LossFunction, max_batches: int | None = None
 ) -> Iterator[tuple[Tensor, int]]:
-    """The loss of each batch that is not empty, and how many examples it holds."""
+    """The loss of each batch that is not empty, and the number of its examples."""
     if isinstance(loss_fn, nn.Module):
         raise TypeError(
             f"loss_fn is the module {type(loss_fn).__name__}, but it is called with the model and a batch. "
@@ -166,13 +166,13 @@ def losses(
 
 
 def arguments_of(batch: Any, device: torch.device) -> tuple[tuple[Any, ...], int]:
-    """The arguments of ``loss_fn`` after the model, on this device, and how many examples they hold."""
+    """The arguments of ``loss_fn`` after the model, on this device, and the number of examples."""
     moved = tree_map(lambda leaf: leaf.to(device) if hasattr(leaf, "to") else leaf, batch)
     leaves = tree_leaves(tree_map(lambda leaf: dict(leaf) if isinstance(leaf, Mapping) else leaf, moved))
     sizes = [len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
     if not sizes:
         raise ValueError(
-            f"a batch of type {type(batch).__name__} has no tensor that tells its number of examples; "
+            f"a batch of type {type(batch).__name__} has no tensor, so its number of examples is unknown; "
             "a batch must be a tensor, or a tuple, list or mapping with one"
         )
     return tuple(moved) if isinstance(moved, tuple | list) else (moved,), sizes[0]
@@ -181,10 +181,10 @@ def arguments_of(batch: Any, device: torch.device) -> tuple[tuple[Any, ...], int
 def derivatives(
     loss: Tensor, params: list[nn.Parameter], method: str, num_samples: int, generator: torch.Generator
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """The gradient and the diagonal of one batch, zero for parameters that the loss does not depend on."""
+    """The gradient and the diagonal of one batch; zeros for parameters that the loss does not depend on."""
     gradients: Sequence[Tensor | None]
     diagonals: Sequence[Tensor | None]
-    keep = num_samples > 0  # for the comparison
+    keep = num_samples > 0  # the comparison needs the graph again
     if method in RECURSIONS:
         gradients, diagonals = grad(loss, params, method=method, retain_graph=keep, allow_unused=True)
     else:
@@ -220,7 +220,7 @@ def compare(
 
 @dataclass
 class Ratio:
-    """A quotient of two means over batches, with its standard error from how much the batches differ."""
+    """A ratio of two means over batches, with its standard error, estimated from the differences between batches."""
 
     pairs: list[tuple[float, float]] = field(default_factory=list)
 
@@ -243,7 +243,7 @@ class Ratio:
 
 @contextlib.contextmanager
 def undisturbed(model: nn.Module, training: bool = False, seed: int | None = None) -> Iterator[None]:
-    """In one mode; afterwards modes and buffers are as before. So are random number generators, if there is a seed for them."""
+    """Set the model's mode inside the block, and restore modes and buffers; with a seed, also random number generators."""
     modes = [(module, module.training) for module in model.modules()]
     held = [(module._buffers, dict(module._buffers)) for module in model.modules()]
     values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]

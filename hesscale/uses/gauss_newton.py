@@ -1,4 +1,4 @@
-"""Gauss-Newton diagonals for uses that need curvature which is never negative: a posterior precision, an importance."""
+"""Gauss-Newton diagonals for uses that need nonnegative curvature, such as a posterior precision or an importance."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def gauss_newton(
             ones, ``"ggn_mc"`` and ``"ggn_mc_per_sample"``.
         num_samples: how many draws the random methods and the calibration average.
         calibrate: multiply HesScaleGN by one number per parameter tensor, so that its sum over the tensor is that of a
-            ``"ggn_mc"`` estimate. The sum is then right on average, and HesScaleGN only says how it is distributed.
+            ``"ggn_mc"`` estimate. The sum is then correct on average, and HesScaleGN determines how it is divided among entries.
         generator: random number generator of the draws; None for torch's default generator.
 
     Example:
@@ -49,7 +49,7 @@ def gauss_newton(
 
 
 def factor(diagonal: Tensor, draw: Tensor) -> Tensor:
-    """The ratio of the two sums, and 1 where the diagonal is zero."""
+    """The ratio of the two sums; 1 if the diagonal is zero."""
     dtype = torch.promote_types(diagonal.dtype, torch.float32)  # sums may be too large for float16
     total = diagonal.sum(dtype=dtype)
     return torch.where(total > 0, draw.sum(dtype=dtype) / total, 1)

@@ -27,14 +27,14 @@ def inspect(
 ) -> CurvatureReport:
     """A report on the Hessian diagonal h and the gradient g of the mean loss; ``print`` it for tables of 80 columns.
 
-    It has one row for each parameter that requires gradients. A row has the mean and quantiles of h, the shares of entries that
-    are negative or zero, ‖g‖, the number of dead units, and the share of entries whose step g/|h| is too long.
+    It has one row for each parameter that requires gradients. A row has the mean and quantiles of h, the fractions of entries
+    that are negative or zero, ‖g‖, the number of dead units, and the fraction of entries whose step g/|h| is too long.
 
-    HesScaleGN leaves out the curvature of pairs of activations, and so it may be far too small. The report shows by how much:
-    each row also has the sum of the Gauss-Newton diagonal as a multiple of HesScaleGN's sum. The first sum is an unbiased
+    HesScaleGN leaves out mixed second derivatives of activations, and so it may be far too small. The report shows by how much:
+    each row also has the sum of the Gauss-Newton diagonal, divided by the sum of HesScaleGN. The first sum is an unbiased
     estimate from random draws.
 
-    The batches are read once, one at a time. The model is in evaluation mode meanwhile. Everything that the pass changes is
+    The batches are read once, one at a time. The model is in evaluation mode during the pass. Everything that the pass changes is
     restored. For a progress bar, pass a loader that has one, such as ``tqdm(loader)``.
 
     Args:
@@ -44,7 +44,7 @@ def inspect(
         method: one of :func:`hesscale.estimators.names`.
         num_samples: random draws per batch for the comparison with HesScaleGN; 0 for none. One draw takes three backward passes.
         max_step: an entry's step is too long if |g| > ``max_step`` |h|.
-        max_batches: the most batches to read.
+        max_batches: the maximum number of batches to read.
         training: put the model in training mode instead.
         seed: of the random draws, and of dropout in training mode.
 
@@ -101,15 +101,15 @@ def row_of(name: str, p: nn.Parameter, module: nn.Module, averages: Averages, ma
 
 
 def quantile(ordered: Tensor, q: float) -> float:
-    """The entry below which a share q of the others lies. (torch.quantile refuses large tensors.)"""
+    """The q-quantile of sorted entries, without interpolation. (torch.quantile does not support large tensors.)"""
     return float(ordered[math.floor(q * (len(ordered) - 1))])
 
 
 def dead_units(gradient: Tensor, diagonal: Tensor, module: nn.Module) -> tuple[int, int]:
-    """The number of outputs of a weight, or of entries of a vector, and of those without any gradient and curvature."""
+    """The number of units (outputs of a weight, or entries of a vector), and of those without any gradient or curvature."""
     used = (gradient != 0) | (diagonal != 0)
     if used.dim() > 1 and isinstance(module, TRANSPOSED):
-        used = used.unflatten(0, (module.groups, -1)).transpose(1, 2).flatten(0, 1)  # outputs first, those of a group together
+        used = used.unflatten(0, (module.groups, -1)).transpose(1, 2).flatten(0, 1)  # outputs first, ordered by group
     if not used.dim():
         used = used[None]
     alive = used.flatten(1).any(1) if used.dim() > 1 else used

@@ -17,12 +17,12 @@ __all__ = ["HesScaleGN"]
 class HesScaleGN(GGNInterface):
     """The diagonal of the Gauss-Newton matrix by HesScaleGN, for laplace-torch's diagonal posteriors.
 
-    It serves ``hessian_structure="diag"`` with ``subset_of_weights`` "all", "last_layer" and "subnetwork", for classification and
-    regression. In the last layer the diagonal is exact. A posterior precision must be positive, and HesScaleGN is never negative
-    for these likelihoods. HesScale can be, so it is not offered.
+    It supports ``hessian_structure="diag"`` with ``subset_of_weights`` "all", "last_layer" and "subnetwork", for classification
+    and regression. In the last layer, the diagonal is exact. A posterior precision must be positive. HesScaleGN is never negative
+    for these likelihoods, but HesScale may be, so it is not supported.
 
-    With the likelihood "reward_modeling", the model is applied to two inputs whose outputs are compared. HesScaleGN is not
-    exact there even in the last layer, so choose another method.
+    With the likelihood "reward_modeling", the model is applied to two inputs, and their outputs are compared. HesScaleGN is then
+    not exact even in the last layer, so choose another method.
 
     Options are given as ``backend_kwargs``; laplace-torch sets the other arguments.
 
@@ -56,7 +56,7 @@ class HesScaleGN(GGNInterface):
         self.method, self.calibrate, self.generator = method, calibrate, generator
 
     def diag(self, x: Tensor | MutableMapping[str, Any], y: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """The negative log likelihood of a batch, a sum over samples without its constant, and the diagonal of its curvature."""
+        """The negative log-likelihood of a batch, as a sum over samples without the constant, and its Gauss-Newton diagonal."""
         f = self.model(x)
         if self.likelihood == "classification":
             f, y = f.reshape(-1, f.shape[-1]), y.reshape(-1)

@@ -1,7 +1,7 @@
-"""Pruning by saliency: how much the loss is expected to rise when a weight becomes zero.
+"""Pruning by saliency: the estimated increase of the loss when a weight is set to zero.
 
 To second order, with a diagonal Hessian, w → 0 changes the loss by −g w + ½ h w². Optimal Brain Damage (LeCun, Denker & Solla
-1989) leaves out the first term, since g vanishes in a minimum. The weights with the lowest saliency are pruned, by
+1989) leaves out the first term, since g vanishes at a minimum. The weights with the lowest saliency are pruned with
 :mod:`torch.nn.utils.prune`.
 """
 
@@ -16,7 +16,7 @@ from torch.nn.utils import prune
 
 from .derivatives import TRANSPOSED, LossFunction, mean_derivatives
 
-Place = tuple[nn.Module, str]  # a module and the name of its parameter, as torch.nn.utils.prune has it
+Place = tuple[nn.Module, str]  # a module and the name of its parameter, as in torch.nn.utils.prune
 SCOPES = ("global", "layer")
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, *TRANSPOSED)
 
@@ -25,7 +25,7 @@ def weights_of(model: nn.Module) -> list[Place]:
     """The weights of linear layers and convolutions.
 
     The output projection of ``nn.MultiheadAttention`` is left out. The attention reads its weight without calling the layer, so
-    that the mask of :mod:`torch.nn.utils.prune` would not follow training. Layers of other types, such as ``Conv1D`` of
+    :mod:`torch.nn.utils.prune` would not apply its mask to the trained weight. Layers of other types, such as ``Conv1D`` of
     transformers, are left out too. Pass them to :func:`saliency` as ``places``.
 
     Example:
@@ -49,17 +49,17 @@ def saliency(
 ) -> dict[Place, Tensor]:
     """½ h w² for every weight w, or −g w + ½ h w² with ``gradient=True``; g and h belong to the mean loss.
 
-    The result can be the ``importance_scores`` of :func:`torch.nn.utils.prune.global_unstructured`. That function ranks by
-    magnitude, so it needs scores that are not negative, as those of HesScaleGN without the gradient term.
+    The result can be passed to :func:`torch.nn.utils.prune.global_unstructured` as ``importance_scores``. That function ranks by
+    magnitude, so it needs nonnegative scores, such as those of HesScaleGN without the gradient term.
 
-    If several modules share a weight, its score is that of a zero in all of them. :mod:`torch.nn.utils.prune` masks it only in
-    the module that ``places`` names.
+    If several modules share a weight, its score is for setting it to zero in all of them. But :mod:`torch.nn.utils.prune` masks
+    it only in the module that ``places`` names.
 
     Args:
         places: modules with the names of their parameters; :func:`weights_of` the model by default.
         gradient: add the first-order term.
         options: of :func:`hesscale.uses.mean_derivatives`, such as ``method`` and ``max_batches``. By default, h is HesScaleGN,
-            whose error differs between layers. With ``num_samples=1, calibrate=True``, each layer has the right sum.
+            whose error differs between layers. With ``num_samples=1, calibrate=True``, the sum over each layer is unbiased.
 
     Example:
         >>> import torch
@@ -89,15 +89,15 @@ def saliency(
 
 
 def prune_weights(scores: Mapping[Place, Tensor], sparsity: float, *, scope: str = "global") -> None:
-    """Mask the weights with the lowest scores, until a share ``sparsity`` of all weights is zero.
+    """Mask the weights with the lowest scores, until the fraction ``sparsity`` of all weights is zero.
 
-    Weights that are already masked stay masked, and count towards the share. The masks are those of
+    Weights that are already masked stay masked, and count towards this fraction. The masks are those of
     :mod:`torch.nn.utils.prune`, whose ``remove`` makes them permanent.
 
     Args:
-        scores: as :func:`saliency` returns them. Weights with a score of infinity stay in any case.
+        scores: as :func:`saliency` returns them. Weights with an infinite score are never masked.
         sparsity: from 0 to 1.
-        scope: ``"global"`` to rank the weights of all layers together, ``"layer"`` to prune the same share of each.
+        scope: ``"global"`` to rank the weights of all layers together, ``"layer"`` to prune the same fraction of each.
 
     Example:
         >>> import torch
@@ -114,16 +114,16 @@ def prune_weights(scores: Mapping[Place, Tensor], sparsity: float, *, scope: str
 
 
 def prune_channels(scores: Mapping[Place, Tensor], sparsity: float, *, scope: str = "global", dim: int | None = None) -> None:
-    """Mask the channels with the lowest sum of scores, until a share ``sparsity`` of all channels is zero.
+    """Mask the channels with the lowest sum of scores, until the fraction ``sparsity`` of all channels is zero.
 
-    Under ``scope="global"``, channels of all layers are ranked together, and the best channel of each layer stays in any case.
+    With ``scope="global"``, channels of all layers are ranked together, and the best channel of each layer is never masked.
 
     Args:
-        scores: as :func:`saliency` returns them. Leave out the layer that makes the outputs.
+        scores: as :func:`saliency` returns them. Leave out the output layer.
         sparsity: from 0 to 1.
         scope: ``"global"`` or ``"layer"``, as in :func:`prune_weights`.
-        dim: the dimension of the channels. None is for the outputs of linear layers and convolutions: 1 for transposed
-            convolutions, and 0 for others.
+        dim: the dimension of the channels. None means the outputs of linear layers and convolutions: 1 for transposed
+            convolutions, and 0 for all others.
 
     Example:
         >>> import torch
@@ -155,18 +155,18 @@ def prune_channels(scores: Mapping[Place, Tensor], sparsity: float, *, scope: st
 
 
 def output_dim(module: nn.Module) -> int:
-    """The dimension of a weight that has the layer's outputs."""
+    """The dimension of a weight that indexes the layer's outputs."""
     if not isinstance(module, LAYERS):
-        raise ValueError(f"which dimension of its weight has the outputs of {type(module).__name__} is not known; pass dim=")
+        raise ValueError(f"it is not known which dimension of the weight of {type(module).__name__} is the output; pass dim=")
     if not isinstance(module, TRANSPOSED):
         return 0
     if module.groups > 1:
-        raise ValueError(f"the weight of {module} has no dimension for its outputs, since it has groups; pass dim=0 or dim=1")
+        raise ValueError(f"no dimension of the weight of {module} is the output, since it has groups; pass dim=0 or dim=1")
     return 1
 
 
 def original(module: nn.Module, name: str) -> Any:
-    """The parameter itself, which is called ``weight_orig`` once ``weight`` has been pruned."""
+    """The parameter itself, which torch.nn.utils.prune renames from ``weight`` to ``weight_orig``."""
     found = getattr(module, f"{name}_orig", None)
     return getattr(module, name) if found is None else found
 
@@ -181,20 +181,21 @@ def check(scores: Mapping[Place, Tensor], sparsity: float, scope: str) -> None:
     if not scores:
         raise ValueError("there are no scores, so there is nothing to prune")
     if not 0 <= sparsity <= 1:
-        raise ValueError(f"sparsity is a share from 0 to 1, not {sparsity}")
+        raise ValueError(f"sparsity must be from 0 to 1, not {sparsity}")
     if scope not in SCOPES:
         raise ValueError(f"scope={scope!r} is not one of {', '.join(map(repr, SCOPES))}")
     for (module, name), score in scores.items():
         if score.shape != getattr(module, name).shape:
-            raise ValueError(f"the scores of {name} have shape {tuple(score.shape)}, it has {tuple(getattr(module, name).shape)}")
+            shape = tuple(getattr(module, name).shape)
+            raise ValueError(f"the scores of {name} have shape {tuple(score.shape)}, but {name} has {shape}")
         if score.isnan().any() or not score.is_floating_point():
-            raise ValueError(f"the scores of {name} of {module} must be floating-point numbers, none of them NaN")
+            raise ValueError(f"the scores of {name} of {module} must be floating-point numbers without NaN")
     if len({id(original(*place)) for place in scores}) < len(scores):
-        raise ValueError("two places share one parameter, which torch.nn.utils.prune would separate; give one of them")
+        raise ValueError("two places share a parameter, which torch.nn.utils.prune would separate; pass only one of them")
 
 
 def keep(ranked: Sequence[Tensor], sparsity: float, scope: str) -> list[Tensor]:
-    """1 where an entry stays, 0 for the lowest ones: a share of all entries, or of those of each tensor. Infinite ones stay."""
+    """Masks: 0 for the fraction ``sparsity`` of lowest entries, overall or in each tensor, and 1 for others and infinite ones."""
     if scope == "layer":
         return [keep([scores], sparsity, "global")[0] for scores in ranked]
     together = torch.cat(list(ranked))

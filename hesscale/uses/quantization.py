@@ -1,7 +1,7 @@
-"""Bits per layer: weights with more curvature are rounded more finely.
+"""Mixed-precision quantization: layers with more curvature get more bits.
 
-To second order and in a minimum, a change of a weight by Δ raises the loss by ½ h Δ². :func:`costs` sums this over each layer for
-several numbers of bits, :func:`allocate` chooses the bits of all layers under a budget, and :func:`quantize` rounds.
+To second order, at a minimum, a change of a weight by Δ raises the loss by ½ h Δ². :func:`costs` sums this over each layer for
+several numbers of bits. :func:`allocate` chooses the bits of each layer under a budget. :func:`quantize` rounds the weights.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ BITS = (2, 3, 4, 5, 6, 7, 8)
 
 
 def rounded(weight: Tensor, bits: int) -> Tensor:
-    """The nearest of 2^bits − 1 evenly spaced values from −max|w| to max|w|, zero among them.
+    """Round to the nearest of 2^bits − 1 evenly spaced values from −max|w| to max|w|, including zero.
 
     Each entry of the first dimension has its own maximum: an output channel, or an input channel of a transposed convolution. A
     vector, such as a bias, has one maximum.
@@ -28,13 +28,13 @@ def rounded(weight: Tensor, bits: int) -> Tensor:
         tensor([[ 1.,  1.,  0., -1.]])
     """
     if bits < 2:
-        raise ValueError(f"rounding takes at least 2 bits, for −1, 0 and 1 times a step, not {bits}")
+        raise ValueError(f"rounding needs at least 2 bits, for −1, 0 and 1 times a step, not {bits}")
     if not weight.isfinite().all():
-        raise ValueError("a weight to be rounded has entries that are not finite, and would become NaN")
+        raise ValueError("a weight has entries that are not finite, which rounding would turn into NaN")
     levels = 2 ** (bits - 1) - 1
     if not weight.numel():
         return weight
-    w = weight.to(torch.promote_types(weight.dtype, torch.float32))  # half precision has too few digits for the steps
+    w = weight.to(torch.promote_types(weight.dtype, torch.float32))  # half precision cannot represent the steps
     dims = tuple(range(1, w.dim()))
     step = w.abs().amax(dims, keepdim=True) / levels if dims else w.abs().max() / levels
     return torch.where(step > 0, (w / step).round() * step, w).to(weight)
@@ -65,15 +65,15 @@ def costs(
 
 
 def cost(w: Tensor, diagonal: Tensor, bits: int) -> float:
-    change = (rounded(w, bits) - w).to(torch.promote_types(w.dtype, torch.float32))  # its square may be too small for float16
+    change = (rounded(w, bits) - w).to(torch.promote_types(w.dtype, torch.float32))  # its square may underflow in float16
     return float((diagonal * change.square()).double().sum() / 2)
 
 
 def allocate(found: Mapping[str, Mapping[int, float]], sizes: Mapping[str, int], budget: float) -> dict[str, int]:
-    """The bits of each weight, so that they take at most ``budget`` bits on average and the sum of costs is low.
+    """Choose the bits of each weight, so that the average is at most ``budget`` bits per entry and the sum of costs is low.
 
-    The choice is greedy. Every weight starts with its fewest bits. Then the increase that lowers the cost most per bit of size
-    is made, again and again, as long as one fits the budget. An increase may skip numbers of bits that do not help.
+    The choice is greedy. Every weight starts with the fewest bits. Then, as long as the budget allows, the increase that lowers
+    the cost most per additional bit of memory is made. An increase may skip numbers of bits that do not help.
 
     Args:
         found: costs, as from :func:`costs`.
@@ -86,7 +86,7 @@ def allocate(found: Mapping[str, Mapping[int, float]], sizes: Mapping[str, int],
         {'a': 4, 'b': 2}
     """
     if missing := found.keys() - sizes.keys():
-        raise ValueError(f"there are costs, but no sizes, of {', '.join(sorted(missing))}")
+        raise ValueError(f"there are costs, but no sizes, for {', '.join(sorted(missing))}")
     for name, options in found.items():
         if not all(math.isfinite(cost) and cost >= 0 for cost in options.values()):
             raise ValueError(
@@ -97,7 +97,7 @@ def allocate(found: Mapping[str, Mapping[int, float]], sizes: Mapping[str, int],
     room = budget * sum(sizes[name] for name in found) - sum(sizes[name] * bits for name, bits in chosen.items())
     if room < 0:
         least = sum(sizes[name] * bits for name, bits in chosen.items()) / sum(sizes[name] for name in found)
-        raise ValueError(f"a budget of {budget:g} bits is not enough: the fewest bits to choose from take {least:g}")
+        raise ValueError(f"a budget of {budget:g} bits is not enough: the smallest numbers of bits need {least:g}")
     while True:
         steps = [
             ((cost - found[name][now]) / size, name, bits)
@@ -127,6 +127,6 @@ def quantize(model: nn.Module, bits: Mapping[str, int]) -> None:
     params = dict(model.named_parameters())
     if missing := bits.keys() - params.keys():
         raise ValueError(f"the model has no parameters {', '.join(sorted(missing))}")
-    changed = {name: rounded(params[name], b) for name, b in bits.items()}  # all before the first is changed: one may raise
+    changed = {name: rounded(params[name], b) for name, b in bits.items()}  # one may raise, before any parameter has changed
     for name, value in changed.items():
         params[name].copy_(value)

@@ -1,4 +1,4 @@
-"""What :func:`hesscale.inspect` returns: rows as plain dictionaries, which print as tables."""
+"""The result of :func:`hesscale.inspect`: rows as plain dictionaries, printed as tables."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 QUANTILES = (0.05, 0.5, 0.95)
 WIDTH, NAME_WIDTH = 80, 20  # of a printed report, and of a parameter's name in it
-MANY_LONG = 0.1  # of a parameter's entries with long steps, from which on a remark says so
-FAR_OFF = 3.0  # a ratio of the Gauss-Newton diagonal to HesScaleGN, from which on a remark says so
+MANY_LONG = 0.1  # the fraction of a parameter's entries with too long steps above which there is a remark
+FAR_OFF = 3.0  # the ratio of the Gauss-Newton diagonal to HesScaleGN above which there is a remark
 MAX_NAMED = 10  # parameters in a remark
 
 
@@ -21,18 +21,18 @@ class CurvatureReport:
 
     Attributes:
         rows: one dictionary per parameter: ``parameter``, ``module``, ``shape``; ``mean``, ``quantile_0.05``, ``quantile_0.5``
-            and ``quantile_0.95`` of h, and the shares ``negative`` and ``zero``; ``gradient_norm``; ``units`` (outputs of a
-            weight, entries of a vector) and ``dead_units``, which have neither gradient nor curvature on any batch;
-            ``median_step``, of |g/h| where g is not zero, and ``long_steps``, the share of entries with |g| > ``max_step`` |h|;
-            ``ggn_ratio``, the sum of the Gauss-Newton diagonal as a multiple of HesScaleGN's, and ``ggn_ratio_error``, its
-            standard error.
+            and ``quantile_0.95`` of h, and the fractions ``negative`` and ``zero`` of entries; ``gradient_norm``; ``units``
+            (outputs of a weight, entries of a vector) and ``dead_units``, which have neither gradient nor curvature on any batch;
+            ``median_step``, the median of |g/h| over entries with g ≠ 0, and ``long_steps``, the fraction of entries with
+            |g| > ``max_step`` |h|; ``ggn_ratio``, the sum of the Gauss-Newton diagonal divided by the sum of HesScaleGN, and
+            ``ggn_ratio_error``, its standard error.
         largest: for each parameter the entry with the largest h, largest first: ``parameter``, ``index``, ``diagonal``,
             ``gradient`` and ``value``.
-        method: of the diagonal.
-        max_step: the longest step that is not too long.
+        method: the estimator of the diagonal.
+        max_step: steps longer than this count as too long.
         loss: the mean loss.
-        examples: how many the means are over.
-        batches: how many batches they came in.
+        examples: the number of examples.
+        batches: the number of batches.
     """
 
     rows: tuple[dict[str, Any], ...]
@@ -45,7 +45,7 @@ class CurvatureReport:
 
     @property
     def remarks(self) -> list[str]:
-        """What to look at, a sentence each."""
+        """Sentences that point out unusual parameters."""
         dead = [
             (row["dead_units"] / row["units"], f"{row['parameter']} ({row['dead_units']} of {row['units']})")
             for row in self.rows

@@ -14,7 +14,7 @@ from .table import NEW_TORCH, case
 
 aten = torch.ops.aten
 
-# the same entries in another place
+# the same entries in other positions
 case("view", lambda x: x.view(12), (3, 4))
 case("view copy", lambda x: torch.view_copy(x, (2, 6)), (3, 4))
 case("reshape", lambda x: x.t().reshape(2, 6), (3, 4))

@@ -1,4 +1,4 @@
-"""Cases: fake quantisation."""
+"""Cases: fake quantization."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiled steps beside eager ones, on copies of one model."""
+"""Compare compiled steps with eager ones, on copies of a model."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def check_training(model, data, make=ada, loss_fn=cross_entropy, each=None, mode
 
 
 def check_eager(model, data, saying, loss_fn=cross_entropy, make=ada):
-    """The step runs in eager mode, says why, and is right."""
+    """Check that the step runs in eager mode, gives the reason, and is correct."""
     eager, other = two_of(model, make, loss_fn)
     expected = train(eager, data)
     with pytest.warns(CompileWarning, match=saying) as record:

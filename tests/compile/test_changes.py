@@ -1,4 +1,4 @@
-"""Compiled steps are never stale: whatever changes between two steps, the next loss is that of an eager twin."""
+"""Compiled steps are never stale: after any change between two steps, the next loss equals that of an eager copy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ UNDO = contextlib.ExitStack()  # what a change adds to torch itself
 
 
 def reset():
-    """Put everything outside of models and optimizers that a change may touch back to what it was at first."""
+    """Restore all global state that a change may affect."""
     global SCALE, TABLE, NUMBERS, OUTSIDE, CRITERION
     SCALE, TABLE, NUMBERS, OUTSIDE = 1.0, {"scale": 1.0, "unused": 3}, [1.0] * 100, torch.ones(3)
     CRITERION = nn.CrossEntropyLoss()
@@ -63,7 +63,7 @@ class Options:
 
 
 class Net(nn.Module):
-    """A network that reads numbers from wherever Python code finds them."""
+    """A network that reads numbers from globals, attributes, closures and other places."""
 
     class_scale = 1.0
 
@@ -241,7 +241,7 @@ def in_globals(**values):
 
 
 def attribute(path, value):
-    """Set an attribute of the model, or of what it holds."""
+    """Set an attribute of the model, or of an object that it refers to."""
 
     def change(model, optimizer):
         *parts, name = path.split(".")
@@ -345,7 +345,7 @@ def remove_parameter(model, optimizer):
 
 
 def swap_parameter(model, optimizer):
-    """A parameter of the optimizer that the loss did not use takes the place of one that it did."""
+    """The loss uses another parameter of the optimizer than before."""
     model.second.bias, model.spare = model.spare, model.second.bias
 
 

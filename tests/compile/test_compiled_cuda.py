@@ -1,4 +1,4 @@
-"""Compiled steps where only a CUDA device can show them: captured in a CUDA graph, equal to eager mode."""
+"""Compiled steps on a CUDA device: captured in a CUDA graph, and equal to eager mode."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_equal_to_eager_mode(make, backend, mode):
         torch.testing.assert_close(tensor, eager.state_dict()[name], rtol=1e-3, atol=1e-4)
 
 
-def test_losses_stay_when_the_next_step_is_made():
+def test_losses_of_earlier_steps_are_not_overwritten():
     model = network()
     step = hesscale.compile_step(model, loss_fn, AdaHesScale(model.parameters(), lr=0.01))
     losses = [step(*batch()) for _ in range(10)]
@@ -85,7 +85,7 @@ def test_a_captured_step_does_not_wait_for_the_device():
     assert step.mode == GRAPH
 
 
-def test_dropout_draws_anew_and_schedulers_work():
+def test_dropout_masks_differ_between_steps_and_schedulers_work():
     model = network(dropout=0.5)
     optimizer = AdaHesScale(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.0)
@@ -118,7 +118,7 @@ def test_new_shapes_and_loaded_state():
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_step_that_is_not_finite_leaves_no_trace_and_is_reported():
+def test_a_nonfinite_step_changes_nothing_and_is_reported():
     model = network()
     step = hesscale.compile_step(model, loss_fn, AdaHesScale(model.parameters(), lr=0.01))
     x, y = batch()
@@ -170,7 +170,7 @@ def test_convolutions_with_schedules_and_loading(make):
 
 
 @pytest.mark.usefixtures("double_precision")
-def test_a_batch_on_the_host():
+def test_a_batch_on_the_cpu():
     model = mlp().cuda()
     step = hesscale.compile_step(model, lambda m, x, y: cross_entropy(m, x.cuda(), y.cuda()), ada(model.parameters()))
     with pytest.warns(CompileWarning, match="is on the cpu"):

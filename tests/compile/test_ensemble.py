@@ -1,4 +1,4 @@
-"""Member k of an ensemble becomes what a single run of member k would."""
+"""Member k of an ensemble equals a single run of member k."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_compiled_convolutions():
 
 @only_abreast
 @pytest.mark.parametrize("radius", [None, 1e-3])
-def test_members_abreast_are_the_same_to_the_last_bit(radius):
+def test_members_run_abreast_equal_single_runs_bit_for_bit(radius):
     def make(params, k):
         return ada(params, k, trust_radius=radius)
 
@@ -206,7 +206,7 @@ def test_members_abreast_are_the_same_to_the_last_bit(radius):
 
 @slow
 @has_compiler
-def test_members_whose_tensors_lie_differently_in_memory():
+def test_members_with_different_memory_layouts():
     torch.manual_seed(0)
     models = [nn.Sequential(nn.Conv2d(2, 3, 3), nn.ELU(), nn.Flatten(), nn.Linear(27, 3)) for _ in range(2)]
     models[1].to(memory_format=torch.channels_last)
@@ -220,7 +220,7 @@ def test_members_whose_tensors_lie_differently_in_memory():
 
 
 @only_abreast
-def test_streams_begin_where_the_current_one_is_and_are_waited_for(monkeypatch):
+def test_streams_wait_for_the_current_one_and_it_waits_for_them(monkeypatch):
     told, current = [], []
 
     class Stream:
@@ -252,7 +252,7 @@ def test_streams_begin_where_the_current_one_is_and_are_waited_for(monkeypatch):
     ]
 
 
-def test_ways_that_do_not_exist():
+def test_an_unknown_value_of_how_is_refused():
     model = network()
     with pytest.raises(ValueError, match="how='along' is not one of 'vmap', 'abreast'"):
         any_ensemble([model], loss_fn, [ada(model.parameters())], how="along")
@@ -263,12 +263,12 @@ def test_an_ensemble_of_one():
     Runs(members=1).train(data(4, 1)).check()
 
 
-def test_a_batch_that_all_share():
+def test_a_batch_shared_by_all_members():
     batches = [(x[0], y[0]) for x, y in data(4)]
     Runs(batch_dims=None).train(batches, parts=lambda batch, k: batch).check()
 
 
-def test_batches_of_which_some_are_shared():
+def test_batches_with_some_shared_tensors():
     batches = [(x.movedim(0, -1), y[0]) for x, y in data(4)]
     Runs(batch_dims=(-1, None)).train(batches, parts=lambda batch, k: (batch[0][..., k], batch[1])).check()
 
@@ -321,7 +321,7 @@ def test_options_of_one_member_change():
     assert runs.step.compilations == 2
 
 
-def test_parameters_are_frozen_and_trained_again():
+def test_parameters_may_be_frozen_and_unfrozen():
     runs = Runs()
     for is_trained in (True, False, True):
         for model in (*runs.models, *[step.model for step in runs.steps]):
@@ -353,7 +353,7 @@ def test_loading_twice_between_steps():
     runs.train(data(4)).check()
 
 
-def test_a_member_that_diverges_stands_still_and_leaves_the_others_alone():
+def test_a_diverged_member_stops_and_does_not_affect_the_others():
     def make(params, k):
         return ada(params, k, on_nonfinite="skip")
 
@@ -396,7 +396,7 @@ def test_buffers_that_models_replace():
 
 
 class Last(nn.Module):
-    """Keeps the batch itself, in the place of a buffer."""
+    """Stores the batch itself in a buffer."""
 
     def __init__(self):
         super().__init__()
@@ -410,7 +410,7 @@ class Last(nn.Module):
 
 
 @slow
-def test_batches_that_models_keep_stay_as_they_are(how):
+def test_batches_stored_by_models_are_not_overwritten(how):
     models = [Last() for _ in range(2)]
     optimizers = [ada(model.parameters()) for model in models]
     step = hesscale.func.ensemble(models, lambda m, x, y: F.cross_entropy(m(x), y), optimizers, how=how, backend="traced")
@@ -432,7 +432,7 @@ def test_dropout_differs_between_members():
     assert losses[0] != losses[1]
 
 
-def test_what_cannot_be_traced_trains_members_in_turn():
+def test_members_train_one_by_one_if_the_step_cannot_be_traced():
     def branching(model, x, y):
         loss = loss_fn(model, x, y)
         return 2 * loss if loss > 1 else loss
@@ -450,7 +450,7 @@ def one_batch():
     return [tensor[0] for tensor in data(1)[0]]
 
 
-def test_members_that_load_one_state_do_not_share_it():
+def test_members_that_load_the_same_state_dict_do_not_share_memory():
     model, (x, y) = nn.Linear(4, 3), one_batch()
     optimizer = hesscale.AdaHesScale(model.parameters(), lr=0.1)
     for _ in range(2):
@@ -500,7 +500,7 @@ class Counting(nn.Linear):
         return super().forward(x) * self.last
 
 
-def test_buffers_that_are_views_of_others_are_not_taken_apart(how):
+def test_members_with_buffers_that_are_views_of_others(how):
     models, (x, y) = [Counting(), Counting()], one_batch()
     optimizers = [hesscale.AdaHesScale(model.parameters()) for model in models]
     step = ensemble(models, loss_fn, optimizers, batch_dims=None, backend="traced")
@@ -530,7 +530,7 @@ def pair(make_model=(network, network), make=(ada, ada)):
         (lambda p: ada([{"params": [q]} for q in p]), "parameter groups"),
     ],
 )
-def test_optimizers_that_are_not_alike(other, saying):
+def test_different_optimizers_are_refused(other, saying):
     models, optimizers = pair(make=(ada, other))
     with pytest.raises(ValueError, match=saying):
         ensemble(models, loss_fn, optimizers)
@@ -541,7 +541,7 @@ CANNOT_DIFFER = [{"trust_radius": 0.1}, {"maximize": True}, {"bias_correction": 
 
 @pytest.mark.parametrize("is_first", [True, False])
 @pytest.mark.parametrize("options", CANNOT_DIFFER, ids=str)
-def test_options_that_cannot_differ(options, is_first):
+def test_options_that_must_be_equal(options, is_first):
     makers = (ada, lambda p: ada(p, **options))
     models, optimizers = pair(make=makers[::-1] if is_first else makers)
     step = ensemble(models, loss_fn, optimizers, backend="traced")
@@ -549,7 +549,7 @@ def test_options_that_cannot_differ(options, is_first):
         step(*data(1, 2)[0])
 
 
-def test_models_that_are_not_alike():
+def test_different_models_are_refused():
     wider = nn.Sequential(nn.Linear(4, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 3))
     models, optimizers = pair((network, lambda: wider))
     with pytest.raises(ValueError, match="model 1 differs from model 0 in its architecture"):
@@ -567,7 +567,7 @@ def test_parametrized_members():
     Runs(network=weight_norm).train(data(4)).check()
 
 
-def test_attributes_that_are_not_alike():
+def test_different_attributes_are_refused():
     models, optimizers = pair()
     models[1][1].momentum = 0.5
     with pytest.raises(ValueError, match=r"member 1 differs from member 0.*\['1'\]\.momentum"):
@@ -631,7 +631,7 @@ def test_tensors_of_one_member_change(name):
     runs.train(data(3)).check()
 
 
-def test_one_model_twice():
+def test_the_same_model_twice_is_refused():
     model = network()
     optimizers = [ada(model.parameters()) for _ in range(2)]
     with pytest.raises(ValueError, match="share parameters"):
@@ -653,7 +653,7 @@ def test_wrong_batches():
         step(*data(1, 2)[0])
 
 
-def test_as_many_optimizers_as_models():
+def test_the_numbers_of_models_and_optimizers_must_be_equal():
     models, optimizers = pair()
     for wrong in ((models, optimizers[:1]), ([], [])):
         with pytest.raises(ValueError, match="one optimizer per model"):

@@ -1,4 +1,4 @@
-"""``grad_and_hess_diag``: the engine's numbers, alone and under vmap, functional_call and torch.compile."""
+"""``grad_and_hess_diag`` equals the engine, by itself and under vmap, functional_call and torch.compile."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class TestAlone:
             assert_same((grads, hess_diags), tuple(zip(*[truth[place % 3] for place in argnums], strict=True)))
 
     @pytest.mark.parametrize("argnums", [2, -3, (0, 0), (0, -2), ()])
-    def test_argnums_that_name_nothing_or_one_twice(self, argnums):
+    def test_invalid_argnums_are_refused(self, argnums):
         with pytest.raises(ValueError, match="must be different indices of the positional arguments, of which there are 2"):
             grad_and_hess_diag(lambda a, b: (a * b).sum(), argnums)(torch.ones(2), torch.ones(2))
 
@@ -145,7 +145,7 @@ class TestAlone:
         assert_same(part(mapped, 0), transform(w, x=x, scale=2.0))
         assert_same(compiled(transform)(w, x=x, scale=2.0), transform(w, x=x, scale=2.0))
 
-    def test_nothing_has_a_graph_and_no_grad_is_touched(self):
+    def test_results_have_no_graph_and_grad_does_not_change(self):
         w, x = torch.randn(4, 2, requires_grad=True), torch.randn(3, 4, requires_grad=True)
         for transform in (grad_and_hess_diag(tanh_loss), compiled(grad_and_hess_diag(tanh_loss))):
             assert not any(tensor.requires_grad for tensor in transform(w, x))
@@ -163,7 +163,7 @@ class TestAlone:
         ("stranger", "name"),
         [(torch.ones(2, dtype=torch.int64), "a tensor of torch.int64"), (3.0, "a float"), (None, "a NoneType")],
     )
-    def test_parameters_that_are_no_tensors_of_numbers_are_named(self, stranger, name):
+    def test_non_float_parameters_are_named_in_the_error(self, stranger, name):
         def loss_fn(x, params):
             return (params["layers"][0] * x).sum()
 
@@ -251,11 +251,11 @@ class TestFunctionalCall:
         torch.manual_seed(1)
         assert_same(mapped(params, x.expand(3, 1, 4)), first)
 
-    def test_dropout_without_a_word_about_randomness(self):
+    def test_dropout_under_vmap_without_randomness_is_refused(self):
         with pytest.raises(RuntimeError, match="randomness"):
             vmap(grad_and_hess_diag(lambda w, x: tanh_loss(w, F.dropout(x))), (None, 0))(torch.randn(4, 2), torch.randn(3, 4))
 
-    def test_dropout_compiled_draws_what_eager_mode_draws(self):
+    def test_compiled_dropout_draws_the_same_masks_as_eager_mode(self):
         model = nn.Sequential(nn.Linear(4, 50), nn.Dropout(), nn.Linear(50, 1))
         params, x = dict(model.named_parameters()), torch.randn(1, 4)
         transform = grad_and_hess_diag(lambda p, x: functional_call(model, p, (x,)).square().sum())
@@ -268,7 +268,7 @@ class TestFunctionalCall:
 
 
 class TestVmap:
-    def test_over_data_the_parts_add_up(self):
+    def test_results_over_samples_add_up_to_the_batch(self):
         params, x, y = mlp()
 
         def loss_fn(params, x, y):
@@ -339,8 +339,8 @@ class TestVmap:
         assert_same(part(vmap(transform, (None, 0))(w, x), 1), high)
         assert not torch.equal(low[2], high[2])
 
-    def test_what_a_function_reads_is_a_constant_of_its_records(self, monkeypatch):
-        """As for ``jax.jit``: an existing transform does not see that it has changed, a new one does."""
+    def test_values_read_by_the_function_become_constants(self, monkeypatch):
+        """As with ``jax.jit``, an existing transform does not notice that the value has changed, but a new one does."""
         w, x, settings = torch.randn(4, 2), torch.randn(3, 4), Settings()
 
         def loss_fn(w, x):
@@ -355,7 +355,7 @@ class TestVmap:
         new = grad_and_hess_diag(loss_fn)
         assert_same((vmap(new, (None, 0))(w, x), compiled(new)(w, x)), pytree.tree_map(lambda tensor: 6 * tensor, before))
 
-    def test_arguments_that_are_no_tensors(self):
+    def test_arguments_other_than_tensors(self):
         w, x = torch.randn(4, 2), torch.randn(3, 4)
 
         def loss_fn(w, x, power, kind):
@@ -366,7 +366,7 @@ class TestVmap:
             got = vmap(transform, (None, 0, None, None))(w, x, power, kind)
             assert_same(part(got, 2), transform(w, x[2], power, kind))
 
-    def test_records_are_few(self, monkeypatch):
+    def test_the_number_of_recorded_graphs_is_bounded(self, monkeypatch):
         monkeypatch.setattr(func, "MAX_RECORDS", 2)
         calls = []
 
@@ -391,7 +391,7 @@ class TestVmap:
             with pytest.raises(CannotTrace, match="a tensor that is not among its arguments: pass it as one"):
                 vmap(transform, (None, 0))(w, x)
         made = grad_and_hess_diag(lambda w, x: tanh_loss(w * torch.tensor([1.0, 2.0]), x))
-        with pytest.raises(CannotTrace, match="make it outside, and pass it as an argument"):
+        with pytest.raises(CannotTrace, match="make the tensor outside, and pass it as an argument"):
             vmap(made, (None, 0))(w, x)
         numbers = grad_and_hess_diag(lambda w, x: tanh_loss(w * scale[0].item(), x))
         with pytest.raises(CannotTrace, match="argument"):
@@ -408,16 +408,16 @@ class TestVmap:
         with pytest.raises(CannotTrace, match="not among its arguments"):
             vmap(scaled, (0, None))(scales, x)
 
-    def test_looking_at_values_is_refused(self):
+    def test_reading_values_is_refused(self):
         w, x = torch.randn(4, 2), torch.randn(3, 4)
-        with pytest.raises(CannotTrace, match="looks at the values"):
+        with pytest.raises(CannotTrace, match="reads the values"):
             vmap(grad_and_hess_diag(lambda w, x: tanh_loss(w, x) if x.sum() > 0 else tanh_loss(2 * w, x)), (None, 0))(w, x)
 
-    def test_places_in_memory_are_refused(self):
+    def test_reading_memory_addresses_is_refused(self):
         with pytest.raises(CannotTrace, match="as_strided"):
             vmap(grad_and_hess_diag(lambda w: w.as_strided((2,), (2,)).square().sum()))(torch.randn(3, 4))
 
-    def test_mistakes_read_as_without_vmap(self):
+    def test_errors_are_the_same_as_without_vmap(self):
         w, x = torch.randn(4, 2), torch.randn(3, 5, 4)
         with pytest.raises(ValueError, match="must be a scalar"):
             vmap(grad_and_hess_diag(lambda w, x: x @ w), (None, 0))(w, x)
@@ -448,7 +448,7 @@ class TestDoubtfulHeads:
 
     @staticmethod
     def inputs(count):
-        """Tests differ in the number of samples, by which the engine remembers what it knows of a head."""
+        """Tests have different numbers of samples, since the engine caches the structure of a head by shape."""
         params = {"hidden": torch.randn(4, 5), "out": 0.1 * torch.randn(5, 2), "log_std": torch.zeros(2)}
         return params, torch.randn(count, 4), torch.rand(count, 2) + 0.1, torch.rand(count)
 
@@ -478,7 +478,7 @@ class TestDoubtfulHeads:
 
 
 def test_a_first_sample_without_curvature():
-    """What a record must know is found out on the first of those that are mapped."""
+    """The structure of the head is found from the first sample that is mapped."""
 
     def loss_fn(w, x, weight):
         p = (x @ w).softmax(-1)
@@ -493,7 +493,7 @@ def test_a_first_sample_without_curvature():
 
 
 def test_a_sample_with_another_structure_gets_nan():
-    """The first one shows which outputs share second derivatives; a record cannot look at the others."""
+    """The first sample shows which outputs have mixed second derivatives. A recorded graph cannot check the others."""
 
     def loss_fn(w, x, weight):
         z = x @ w
@@ -509,7 +509,7 @@ def test_a_sample_with_another_structure_gets_nan():
 
 
 class TestDifferentiation:
-    """There is no derivative of a Hessian diagonal; none is given, zero least of all."""
+    """A Hessian diagonal cannot be differentiated, so this raises an error in place of returning zero."""
 
     @pytest.mark.parametrize("outer", ["grad", "jacrev", "jacfwd", "hessian", "vjp", "jvp", "functionalize"])
     @pytest.mark.parametrize("place", ["inside", "around vmap", "inside vmap", "captured"])
@@ -594,11 +594,11 @@ class TestCompile:
         run = compiled(lambda *args: grad_and_hess_diag(mlp_loss)(*args), fullgraph=False)
         assert_same(run(params, x, y), grad_and_hess_diag(mlp_loss)(params, x, y))
 
-    def test_what_cannot_be_compiled_runs_in_eager_mode(self):
+    def test_functions_that_cannot_be_compiled_run_in_eager_mode(self):
         w, x = torch.randn(4, 2), torch.randn(3, 4)
         scale = torch.tensor(2.0)
         for loss_fn, reason in (
-            (lambda w, x: tanh_loss(w, x) if x.sum() > 0 else tanh_loss(2 * w, x), "looks at the values"),
+            (lambda w, x: tanh_loss(w, x) if x.sum() > 0 else tanh_loss(2 * w, x), "reads the values"),
             (lambda w, x: tanh_loss(scale * w, x), "argument"),
         ):
             transform = grad_and_hess_diag(loss_fn)
@@ -608,13 +608,13 @@ class TestCompile:
             scale.mul_(2)
             assert_same(run(w, -x), transform(w, -x))
 
-    def test_mistakes_read_as_in_eager_mode(self):
+    def test_errors_are_the_same_as_in_eager_mode(self):
         run = compiled(grad_and_hess_diag(lambda w, x: x @ w), fullgraph=False)
         with pytest.warns(hesscale.CompileWarning), pytest.raises(ValueError, match="must be a scalar"):
             run(torch.randn(4, 2), torch.randn(3, 4))
 
 
-def test_importing_hesscale_leaves_the_compilers_alone():
+def test_importing_hesscale_does_not_import_the_compilers():
     code = "import sys, hesscale.func; print([m for m in ('torch._dynamo', 'torch._inductor') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

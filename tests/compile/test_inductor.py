@@ -1,4 +1,4 @@
-"""Compiled code is tried beside the graph that it was made from, and used only if it does the same."""
+"""Compiled code is compared with its graph, and used only if the results agree."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def double_in_place(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
     return [(x * y).sum()]
 
 
-def test_code_that_does_what_the_graph_does_is_used():
+def test_correct_code_is_used():
     x, y = torch.randn(20), torch.randn(20)
     before = x.clone()
     graph = trace(double_in_place, [x, y])
@@ -32,7 +32,7 @@ def test_code_that_does_what_the_graph_does_is_used():
 
 
 @pytest.mark.parametrize("wrong", ["value", "argument", "nan"])
-def test_code_that_does_something_else_is_refused(wrong):
+def test_wrong_code_is_refused(wrong):
     def compiler(graph, tensors, options):
         def run(x, y):
             (value,) = graph(x, y)
@@ -80,7 +80,7 @@ def test_random_numbers_are_the_same_for_both():
     checked(lambda graph, tensors, options: lambda *given: graph(*given), trace(noisy, [x]), [x], {})
 
 
-def test_tf32_is_off_while_code_is_checked_and_comes_back(monkeypatch):
+def test_tf32_is_off_only_during_the_check(monkeypatch):
     kinds = torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn
     before, seen = [kind.fp32_precision for kind in kinds], []
     torch.backends.cuda.matmul.fp32_precision = "tf32"
@@ -102,7 +102,7 @@ def test_tf32_is_off_while_code_is_checked_and_comes_back(monkeypatch):
 
 
 @pytest.mark.parametrize("how", ["alone", "vmap", "abreast"])
-def test_weights_that_wait_are_compared_as_if_they_moved(how, monkeypatch):
+def test_the_check_skips_curvature_warmup(how, monkeypatch):
     """A compiler that turns their update around is seen, though weights stand still while curvature warms up."""
 
     def wrong(graph, tensors, options=None):
@@ -140,7 +140,7 @@ def test_weights_that_wait_are_compared_as_if_they_moved(how, monkeypatch):
     ],
     ids=["transposed", "sliced", "expanded", "empty", "a number"],
 )
-def test_the_comparison_puts_arguments_back(tensor):
+def test_the_check_restores_arguments(tensor):
     def step(weight, other):
         weight.add_(other.sum())
         return [weight.sum()]

@@ -1,4 +1,4 @@
-"""A function as one flat graph of operators: what a trace holds, and what it refuses."""
+"""Traces of functions as flat graphs of operators: what they contain, and what they refuse."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def changes_and_returns(x, y):
     return [(x * y).sum(), y.t()]
 
 
-def test_a_trace_repeats_changes_in_place():
+def test_a_trace_repeats_in_place_changes():
     tensors = [torch.zeros(3, 3), torch.zeros(3, 3)]
     graph = trace(changes_and_returns, tensors)
     assert not any(tensor.any() for tensor in tensors)  # nothing has run on them
@@ -36,7 +36,7 @@ def gradient(function):
     return differentiate
 
 
-def test_a_trace_holds_what_autograd_does():
+def test_a_trace_contains_the_operations_of_autograd():
     x = torch.randn(4)
     graph = trace(gradient(lambda x: x.tanh().sum()), [torch.zeros(4)])
     torch.testing.assert_close(graph(x), [1 - x.tanh() ** 2])
@@ -48,8 +48,8 @@ def seeded(x):
 
 
 CANNOT = {
-    "a condition": (lambda x: [x if x.sum() > 0 else -x], "looks at the values"),
-    "a number": (lambda x: [x * x.sum().item()], "looks at the values"),
+    "a condition": (lambda x: [x if x.sum() > 0 else -x], "reads the values"),
+    "a number": (lambda x: [x * x.sum().item()], "reads the values"),
     "a tensor from outside": (lambda x: [x * OUTSIDE], "neither in the model nor an argument"),
     "data of Python": (lambda x: [x * torch.tensor([1.0, 2.0, 3.0])], "makes a tensor of Python data"),
     "a generator": (lambda x: [torch.rand(3, generator=torch.Generator())], "its own torch.Generator"),
@@ -58,7 +58,7 @@ CANNOT = {
 
 
 @pytest.mark.parametrize("name", CANNOT)
-def test_what_cannot_be_traced(name):
+def test_functions_that_cannot_be_traced(name):
     function, saying = CANNOT[name]
     with pytest.raises(CannotTrace, match=saying):
         trace(function, [torch.randn(3)])
@@ -83,7 +83,7 @@ FOREACH = {
 
 
 @pytest.mark.parametrize("name", FOREACH)
-def test_operators_on_lists_are_taken_apart(name):
+def test_foreach_operators_are_split(name):
     def function(*given):
         FOREACH[name](list(given[:2]), list(given[2:]))
         return []
@@ -97,7 +97,7 @@ def test_operators_on_lists_are_taken_apart(name):
     torch.testing.assert_close(own, given)
 
 
-def test_settings_come_back():
+def test_settings_are_restored():
     def settings():
         return Distribution._validate_args, torch._C._get_mkldnn_enabled(), torch.manual_seed, torch.compiler.is_compiling()
 

@@ -1,4 +1,4 @@
-"""A compiled step does what the eager step does: to the model, to the optimizer, and when something goes wrong."""
+"""A compiled step equals the eager step: for the model, for the optimizer, and in case of errors."""
 
 from __future__ import annotations
 
@@ -83,14 +83,14 @@ ALIKE = {  # run as others of the table do
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ALIKE)) for name in OPTIMIZERS])
-def test_every_optimizer_equals_itself(name):
+def test_every_optimizer_equals_its_eager_mode(name):
     tolerance = {"rtol": 2e-2, "atol": 1e-3} if "bfloat16" in name else CLOSE
     step = check_training(mlp(), batches(20), OPTIMIZERS[name], **tolerance)
     assert all(p.grad is None and getattr(p, "hess_diag", None) is None for p in step.model.parameters())
 
 
 @pytest.mark.parametrize("name", ["groups", "AdaHessian", "curvature every 3", "torch Adam"])
-def test_steps_again_are_the_same_as_steps(name):
+def test_again_equals_normal_steps(name):
     eager, other = two_of(mlp(), OPTIMIZERS[name])
     data = [*batches(8), *batches(3, size=5), *batches(4)]
     expected = train(eager, data)
@@ -100,7 +100,7 @@ def test_steps_again_are_the_same_as_steps(name):
     assert other.mode == "traced"
 
 
-def test_steps_again_do_not_look_at_what_has_changed():
+def test_again_does_not_check_for_changes():
     step = hesscale.compile_step(model := mlp(), cross_entropy, optimizer := ada(model.parameters()), backend="traced")
     train(step, batches(4))
     step.again(*batches(1)[0])
@@ -113,7 +113,7 @@ def test_steps_again_do_not_look_at_what_has_changed():
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
-def test_steps_again_are_not_those_of_before_where_there_is_no_room_for_a_graph(monkeypatch):
+def test_again_without_a_graph_runs_the_current_step(monkeypatch):
     monkeypatch.setattr(dynamo, "MAX_GRAPHS", 1)
     (model := mlp()).scale = 1.0
     eager, other = two_of(model, loss_fn=lambda model, x, y: model.scale * cross_entropy(model, x, y))
@@ -206,14 +206,14 @@ def test_a_loss_whose_head_is_exact_by_double_backward():
 
 @pytest.mark.parametrize("make", [torch.optim.Adam, pytest.param(hesscale.AdaHessian, marks=pytest.mark.slow)])
 def test_recurrent_layers_are_traced_by_their_operators(make):
-    """In float32 on a CPU they run in one piece, whose workspace no graph can hold."""
+    """In float32 on a CPU, they are one fused operator, whose workspace a graph cannot contain."""
     model = Recurrent(functools.partial(nn.LSTM, num_layers=2, dropout=0.3)).float()
     data = [(x.float(), y) for x, y in batches(4)]
     check_training(model, data, lambda p: make(p, lr=1e-2), rtol=1e-3, atol=1e-4)
     assert torch.backends.mkldnn.enabled
 
 
-def test_the_digits_of_double_precision_are_kept():
+def test_double_precision_is_kept():
     check_training(nn.Linear(4, 3), batches(10), rtol=1e-11, atol=1e-11)
 
 
@@ -245,7 +245,7 @@ def test_parametrizations():
 @has_compiler
 @pytest.mark.parametrize("make", [lambda p: ada(p, trust_radius=1e-3), torch.optim.Adam], ids=["ours", "torch's"])
 def test_compiled_steps(make):
-    """Batch norm, dropout, schedules and loading go on as in eager mode."""
+    """Batch norm, dropout, schedules and loading work as in eager mode."""
     model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Dropout(0.3), nn.Linear(5, 3))
     eager, other = two_of(model, make, backend="inductor")
     saved = {}
@@ -329,7 +329,7 @@ def test_new_batch_sizes_and_back():
     assert step.compilations == 2
 
 
-def test_strides_count():
+def test_strides_are_part_of_the_signature():
     data = [(torch.randn(4, 8).T, y) if i % 2 else (x, y) for i, (x, y) in enumerate(batches(8))]
     assert check_training(mlp(), data).compilations == 2
 
@@ -341,21 +341,21 @@ def test_training_and_evaluation_mode():
     assert check_training(Convolutional(), batches(18), each=each).compilations == 2
 
 
-def test_attributes_of_modules_are_seen():
+def test_changed_attributes_of_modules_are_noticed():
     def each(step, i):
         step.model.layers[3].p = 0.1 if i < 5 else 0.5
 
     assert check_training(Convolutional(), batches(12), each=each).compilations == 2
 
 
-def test_a_layer_is_frozen_and_thawed():
+def test_a_layer_is_frozen_and_unfrozen():
     def each(step, i):
         step.model[0].requires_grad_(not 3 <= i < 7)
 
     assert check_training(mlp(), batches(12), each=each).compilations == 2
 
 
-def test_a_layer_is_exchanged():
+def test_a_layer_is_replaced():
     def each(step, i):
         if i == 4:
             step.model[1] = nn.Sigmoid()
@@ -375,7 +375,7 @@ def test_a_group_is_added():
 
 
 class Remembering(nn.Module):
-    """What it saw last is an input."""
+    """The stored tensor is an input."""
 
     def __init__(self):
         super().__init__()
@@ -387,7 +387,7 @@ class Remembering(nn.Module):
         return result
 
 
-def test_a_state_that_is_forgotten_now_and_then():
+def test_a_state_that_is_sometimes_deleted():
     def each(step, i):
         if i % 4 == 3:
             step.model.last = None
@@ -423,7 +423,7 @@ def test_buffers_that_share_memory_are_not_compiled():
     assert step.mode == "traced"
 
 
-def test_gradients_from_elsewhere_are_cleared():
+def test_existing_gradients_are_cleared():
     step = two_of(mlp())[1]
     train(step, batches(3))
     hesscale.backward(cross_entropy(step.model, *batches(1)[0]))
@@ -471,7 +471,7 @@ def test_a_generator_that_is_set_later():
 
 
 @pytest.mark.parametrize("make", [ada, torch.optim.SGD])
-def test_the_model_changes_its_type(make):
+def test_the_model_changes_its_dtype(make):
     def loss_fn(model, x, y):
         return cross_entropy(model, x.to(model[0].weight.dtype), y)
 
@@ -488,7 +488,7 @@ def test_the_model_changes_its_type(make):
 
 
 @pytest.mark.parametrize("make", [ada, lambda p: ada(p, trust_radius=1e-3), torch.optim.Adam, torch.optim.SGD])
-def test_schedulers_make_no_new_graphs(make):
+def test_schedulers_need_no_new_graph(make):
     schedulers = {}
 
     def each(step, i):
@@ -564,7 +564,7 @@ def test_options_change():
 
 
 @pytest.mark.parametrize("make", [ada, lambda p: grouped(p, trust_region="group")])
-def test_a_trust_region_comes_and_goes(make):
+def test_a_trust_region_is_added_and_removed(make):
     def each(step, i):
         step.optimizer.param_groups[0]["trust_radius"] = (None, 1e-3)[i // 4 % 2]
 
@@ -573,7 +573,7 @@ def test_a_trust_region_comes_and_goes(make):
     assert [eta.numel() for eta in step.optimizer.eta] == [1] * (len(groups) if len(groups) > 1 else 0)
 
 
-def test_one_region_with_two_radii():
+def test_one_region_with_two_radii_is_refused():
     model = mlp()
     groups = [{"params": list(layer.parameters())} for layer in (model[0], model[2])]
     optimizer = ada(groups, trust_radius=1e-3)
@@ -595,7 +595,7 @@ def test_options_in_lists():
     check_training(mlp(), batches(12), lambda p: ada(p, betas=[0.9, 0.99]), each=each)
 
 
-def test_resuming_is_the_same_as_going_on():
+def test_a_resumed_run_equals_an_uninterrupted_one():
     data = batches(12)
     whole, first, second = (two_of(Convolutional(), lambda p: ada(p, curvature_every=3))[1] for _ in range(3))
     second.model.load_state_dict(first.model.state_dict())
@@ -634,7 +634,7 @@ def test_batches_of_dicts_and_constants():
     assert check_training(mlp(), data, loss_fn=loss_fn).compilations == 2
 
 
-def test_true_is_not_one():
+def test_true_and_1_are_different_constants():
     def loss_fn(model, x, y, flag):
         return cross_entropy(model, x, y) * (1 if flag is True else 2)
 
@@ -687,7 +687,7 @@ def test_batches_that_no_graph_can_take(change, loss_fn, saying):
 # --------------------------------------------------------------------------------------------- what cannot be traced, and why
 
 FACTOR, NOISE, ARRAY = torch.tensor(2.0), torch.zeros(8, 3), np.ones((8, 3))
-LOOKS = "looks at the values"
+LOOKS = "reads the values"
 
 
 def branching(model, x, y):
@@ -716,7 +716,7 @@ CAN = {
 
 
 @pytest.mark.parametrize("name", CAN)
-def test_data_from_outside_is_an_input(name):
+def test_global_tensors_are_inputs(name):
     check_training(mlp(), batches(5), loss_fn=CAN[name])
 
 
@@ -726,7 +726,7 @@ def test_batches_of_arrays():
 
 
 @pytest.mark.parametrize("name", CANNOT)
-def test_what_cannot_be_traced_runs_in_eager_mode(name):
+def test_steps_that_cannot_be_traced_run_in_eager_mode(name):
     loss_fn, saying = CANNOT[name]
     check_eager(mlp(), batches(5), saying, loss_fn)
 
@@ -744,7 +744,7 @@ def seeded(model, x):
     ("loss_fn", "saying"),
     [(dropped, "it uses activation checkpoints"), (seeded, "manual_seed")],
 )
-def test_random_numbers_that_are_drawn_twice_alike(loss_fn, saying):
+def test_steps_that_set_the_state_of_a_generator_run_in_eager_mode(loss_fn, saying):
     """The loss is ½ g·w, if forward and backward pass have the same masks."""
     model = nn.ParameterList([torch.ones(16)])
     step = hesscale.compile_step(model, loss_fn, torch.optim.SGD(model.parameters(), lr=1 / 16), backend="traced")
@@ -768,7 +768,7 @@ def test_checkpoints_without_random_numbers():
     check_eager(mlp(), batches(4), "it uses activation checkpoints", loss_fn)
 
 
-def test_a_tensor_from_outside_is_not_frozen():
+def test_global_tensors_are_not_constants():
     factor = torch.tensor(1.0)
 
     def each(step, i):
@@ -782,7 +782,7 @@ def test_a_tensor_from_outside_is_not_frozen():
     check_equal(eager, other)
 
 
-def test_the_true_reason_is_given_for_eager_mode():
+def test_the_reason_for_eager_mode_is_correct():
     """An empty parameter leaves the head to be found out by eager steps, again and again."""
 
     class Odd(nn.Linear):
@@ -844,12 +844,12 @@ class Counting(torch.optim.SGD):
         super().step()
 
 
-def test_an_optimizer_of_ones_own():
-    check_eager(mlp(), batches(5), "code of your own", make=lambda p: Counting(p, lr=0.1))
+def test_a_custom_optimizer():
+    check_eager(mlp(), batches(5), "your own code", make=lambda p: Counting(p, lr=0.1))
 
 
 class Keeping(nn.Module):
-    """Keeps something of its forward pass."""
+    """Stores a tensor of its forward pass."""
 
     def __init__(self, keep):
         super().__init__()
@@ -876,8 +876,8 @@ class Box:
     ],
     ids=["list in a dict", "dict", "object", "new list"],
 )
-def test_models_that_keep_tensors(keep):
-    """What a model keeps is what it would keep in eager mode."""
+def test_models_that_store_tensors(keep):
+    """A model stores the same tensors as in eager mode."""
     model = Keeping(keep)
     model.log, model.box, model.kept = {"h": []}, Box(), []
     eager, other = two_of(model)
@@ -895,7 +895,7 @@ def test_models_that_keep_tensors(keep):
     [lambda module, h: setattr(module, "kept", h), lambda module, h: module.register_buffer("new", h)],
     ids=["attribute", "buffer"],
 )
-def test_tensors_kept_in_one_place_are_buffers(keep):
+def test_tensors_stored_in_the_same_attribute_are_buffers(keep):
     eager, other = two_of(Keeping(keep))
     for step in (eager, other):
         train(step, batches(6))
@@ -904,7 +904,7 @@ def test_tensors_kept_in_one_place_are_buffers(keep):
     assert other.mode == "traced"
 
 
-def test_a_trace_that_fails_leaves_everything_in_its_place(monkeypatch):
+def test_a_failed_trace_changes_nothing(monkeypatch):
     apply = hesscale.AdaHesScale.apply
 
     def failing(self, *args):
@@ -930,7 +930,7 @@ def test_a_trace_that_fails_leaves_everything_in_its_place(monkeypatch):
     assert everything(other) == before
 
 
-def test_an_exception_in_the_loss_leaves_everything_as_it_was():
+def test_an_exception_in_the_loss_changes_nothing():
     def loss_fn(model, x, y, fails):
         loss = cross_entropy(model, x, y)
         if fails == "value":
@@ -954,7 +954,7 @@ def test_an_exception_in_the_loss_leaves_everything_as_it_was():
 
 @pytest.mark.parametrize("backend", ["eager", "traced"])
 @pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_a_step_that_is_not_finite_raises_and_changes_nothing(backend, decay):
+def test_a_nonfinite_step_raises_and_changes_nothing(backend, decay):
     model = mlp()
     optimizer = ada(model.parameters(), trust_radius=1e-2, curvature_every=2, weight_decay=decay)
     step = hesscale.compile_step(model, mse, optimizer, backend=backend)
@@ -971,7 +971,7 @@ def test_a_step_that_is_not_finite_raises_and_changes_nothing(backend, decay):
 
 
 @pytest.mark.parametrize("radius", [None, 1e-6])
-def test_steps_that_are_left_out_are_counted(radius):
+def test_skipped_steps_are_counted(radius):
     def make(params):
         return ada(params, on_nonfinite="skip", curvature_every=3, weight_decay=0.1, trust_radius=radius)
 
@@ -1057,7 +1057,7 @@ def test_two_steps_on_one_model():
     assert (actor.mode, critic.mode) == ("traced", "traced")
 
 
-def test_gradients_of_others_stay():
+def test_gradients_of_other_parameters_are_not_changed():
     model = mlp()
     step = hesscale.compile_step(model, cross_entropy, ada(model[0].parameters()), backend="traced")
     model[2].weight.grad = torch.ones_like(model[2].weight)
@@ -1091,7 +1091,7 @@ def test_options_reach_the_engine():
 
 
 @pytest.mark.parametrize("backend", ["eager", "traced"])
-def test_nothing_piles_up(backend):
+def test_memory_does_not_grow(backend):
     step = two_of(mlp(), backend=backend)[1]
     train(step, batches(5))
     gc.collect()
@@ -1101,7 +1101,7 @@ def test_nothing_piles_up(backend):
     assert len(gc.get_objects()) < before + 30
 
 
-def test_shapes_seen_once_do_not_pile_up():
+def test_graphs_of_shapes_seen_once_are_freed():
     step = two_of(mlp())[1]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CompileWarning)

@@ -1,4 +1,4 @@
-"""Compiled steps against eager ones where TorchDynamo alone would be stale, and what steps leave behind."""
+"""Compiled steps against eager ones, for changes that TorchDynamo does not guard; and what steps leave behind."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_keys_of_a_mapping(read):
 
 
 @pytest.mark.parametrize("kind", ["random.Random", "numpy"])
-def test_random_numbers_that_are_not_torchs(kind):
+def test_random_numbers_of_other_libraries(kind):
     def run(backend):
         source = random.Random(0)
         np.random.seed(0)
@@ -206,7 +206,7 @@ def test_a_function_mode():
 
 
 def test_a_stance_that_turns_dynamo_off():
-    """Dynamo then runs the loss without a word, and nothing was trained."""
+    """Dynamo would then silently run the loss without training."""
 
     def run(backend):
         with contextlib.ExitStack() as stack:
@@ -315,7 +315,7 @@ class Remembers(Net):
         return outputs
 
 
-def test_again_with_a_batch_whose_tensors_were_one():
+def test_again_with_a_batch_that_had_one_tensor_twice():
     def batches(i):
         x = batch(i)[0]
         return x, x if i < 5 else batch(i + 20)[0]
@@ -351,7 +351,7 @@ def test_again_of_a_pure_step_checks_nothing():
     step.again(*batch(5))
 
 
-def test_again_with_a_model_that_remembers():
+def test_again_with_a_model_that_has_state():
     check(lambda backend: train(backend, Remembers(), again=True))
 
 
@@ -385,7 +385,7 @@ def test_steps_that_are_dropped_free_their_models():
     assert [ref() for refs in found for ref in refs] == [None] * 9
 
 
-def test_warm_up_leaves_the_groups_of_torchs_optimizers():
+def test_warm_up_restores_groups_of_torch_optimizers():
     model = Net()
     optimizer = torch.optim.Adam(model.parameters())
     before = set(optimizer.param_groups[0])
@@ -443,7 +443,7 @@ def test_an_ensemble_follows_what_changes_in_all_members(how, change, monkeypatc
     assert step.mode == "traced"
 
 
-def test_members_that_differ_in_what_an_attribute_holds():
+def test_members_with_different_contents_of_an_attribute():
     models = [Configured(), Configured(3.0)]
     step = hesscale.func.ensemble(models, loss_fn, [ada(m.parameters()) for m in models], batch_dims=None, backend="traced")
     with pytest.raises(ValueError, match=r"member 1 differs from member 0.*config\.scale"):
@@ -476,7 +476,7 @@ def test_a_model_that_keeps_a_view_of_a_parameter():
     assert check(lambda backend: train(backend, Keeps()))[-1] == "eager"
 
 
-def test_what_a_model_keeps_of_a_step_that_is_left_out():
+def test_tensors_that_a_model_stores_in_a_skipped_step():
     class Averages(Net):
         def forward(self, x):
             self.offset = 0.9 * self.offset + x.mean(0)
@@ -509,7 +509,7 @@ def test_arguments_in_memory_that_cannot_be_written_to(tmp_path):
     assert (float(result), after.tolist(), weight.tolist()) == (64.0, [2.0] * 4, [1.0] * 4)
 
 
-def test_threads_that_trace_at_once_leave_the_process_as_it_was():
+def test_concurrent_traces_restore_global_state():
     def state():
         flags = torch.compiler._is_compiling_flag, torch._C._get_mkldnn_enabled()
         return *flags, torch.distributions.Distribution._validate_args, torch.manual_seed
@@ -559,7 +559,7 @@ BOTH = pytest.mark.parametrize("how", ["vmap", "abreast"])
 
 
 @BOTH
-def test_members_that_add_to_one_sum(how):
+def test_members_that_change_the_same_global_tensor(how):
     def loss(model, x, y):
         found = loss_fn(model, x, y)
         STORE["sum"] = STORE["sum"] + found.detach()
@@ -637,5 +637,5 @@ class Doubles(Net):
 
 
 @BOTH
-def test_members_that_keep_outputs_whose_rows_interleave(how):
+def test_members_that_store_outputs_with_interleaved_rows(how):
     assert ensembles(how, loss_fn, dims=1, make=Doubles)[0] == "traced"

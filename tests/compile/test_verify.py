@@ -1,4 +1,4 @@
-"""What counts as a difference between compiled code and its graph, and what is rounding."""
+"""Which differences between compiled code and its graph count, and which are rounding."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ WRONG_STEPS = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["with 16 bits", "float64"])
 @pytest.mark.parametrize("wrong", [*WRONG_STEPS, None])
-def test_a_small_step_is_seen(wrong, dtype):
-    """Though it changes next to nothing of the weights."""
+def test_errors_of_a_small_step_are_detected(wrong, dtype):
+    """Even if it hardly changes the weights."""
 
     def compiler(graph, tensors, options):
         def run(weight, gradient):
@@ -55,7 +55,7 @@ def by_signs(weight: torch.Tensor, x: torch.Tensor) -> list[torch.Tensor]:
     return [x.sum()]
 
 
-def test_a_step_that_rounding_decides_is_no_difference():
+def test_a_step_dominated_by_rounding_passes():
     """As those of a bias before batch norm are."""
 
     def compiler(graph, tensors, options):
@@ -80,7 +80,7 @@ def test_a_step_that_rounding_decides_is_no_difference():
         checked(compiler, trace(small_step, [tensors[0], tensors[0]]), [tensors[0], tensors[0].exp()], {})
 
 
-def test_rounding_to_16_bits_is_no_difference_and_a_factor_is():
+def test_rounding_to_16_bits_passes_but_a_wrong_factor_fails():
     def coarse(x):
         return [(x.bfloat16() * 1.7).float()]
 
@@ -105,7 +105,7 @@ def test_rounding_to_16_bits_is_no_difference_and_a_factor_is():
         assert not is_close_in_16_bits(x.bfloat16() / 20, factor * x.bfloat16() / 20, 4.0)
 
 
-def test_rounding_is_no_difference():
+def test_rounding_passes():
     a = torch.tensor([1.0, 2.0, 1e-12])
     assert is_close(a, a + torch.tensor([1e-6, 1e-6, 1e-9]), 2.0)
     assert not is_close(a, a * 1.5, 2.0)

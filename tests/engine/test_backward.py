@@ -1,4 +1,4 @@
-"""What ``backward`` and ``grad`` promise around the numbers: gradients, accumulation, errors, and nothing left behind."""
+"""``backward`` and ``grad`` apart from the diagonals: gradients, accumulation, errors, and removal of hooks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ METHODS = ["hesscale", "hesscale_gn", "bl89"]
 
 @pytest.fixture
 def rules(monkeypatch):
-    """The table of rules, to be changed: what it was comes back."""
+    """The table of rules, which a test may change. It is restored afterwards."""
     for name, rule in RULES.items():
         monkeypatch.setitem(RULES, name, rule)
     before = set(RULES)
@@ -91,7 +91,7 @@ def forget(model) -> None:
 
 
 def diagonals_of(model, loss, **options) -> list[torch.Tensor]:
-    """The diagonals that a call of its own gives."""
+    """The diagonals from a separate call."""
     forget(model)
     hesscale.backward(loss, **options)
     found = diagonals(model)
@@ -110,7 +110,7 @@ def propagations_alive() -> int:
 
 @pytest.fixture
 def no_hook_left():
-    """A hook that stays behind keeps its propagation alive, in a cycle through C++ that the collector cannot see."""
+    """A hook that is not removed keeps its propagation alive, in a reference cycle through C++ that is never collected."""
     before = propagations_alive()
     yield
     assert propagations_alive() <= before
@@ -143,7 +143,7 @@ def test_gradients_are_pytorchs_with_double_backward_in_the_head():
 
 
 @pytest.mark.parametrize("make_loss", [loss_of, entropy_loss])
-def test_the_same_numbers_every_time(make_loss):
+def test_results_are_reproducible(make_loss):
     model = perceptron()
     loss = make_loss(model)
     first = diagonals_of(model, loss, retain_graph=True)
@@ -173,7 +173,7 @@ def test_a_second_pass_through_a_kept_graph_doubles(make_loss):
     assert_close([p.grad for p in model.parameters()], [2 * g for g in gradients])
 
 
-def test_diagonals_start_afresh_where_gradients_do():
+def test_diagonals_are_overwritten_if_the_gradient_is_none():
     model = perceptron()
     loss = loss_of(model)
     hesscale.backward(loss, retain_graph=True)
@@ -186,7 +186,7 @@ def test_diagonals_start_afresh_where_gradients_do():
     assert_close(diagonals(model), [2 * s for s in once])
 
 
-def test_diagonals_of_inner_tensors_start_afresh_too():
+def test_diagonals_of_inner_tensors_are_overwritten():
     x = torch.randn(3, requires_grad=True)
     h = x.tanh()
     h.retain_grad()
@@ -304,7 +304,7 @@ def test_no_two_diagonals_share_memory(make, size):
 
 
 class HalfSquare(torch.autograd.Function):
-    """y = x²/2, whose curvature may be the gradient itself, uncopied."""
+    """y = x²/2, whose rule may return the gradient itself."""
 
     @staticmethod
     def forward(ctx, x):
@@ -356,7 +356,7 @@ ALIASES = {
 
 
 @pytest.mark.parametrize("name", ALIASES)
-def test_what_a_rule_hands_on_uncopied_is_not_written_into(name):
+def test_shares_that_alias_s_are_not_changed_in_place(name):
     """x is met again, further down, while the tensor beside y still waits for its turn with the same g and s."""
     operator, plain, after = ALIASES[name]
     x, c = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
@@ -375,7 +375,7 @@ def test_diagonals_have_the_layout_of_their_parameter():
     assert w.hess_diag.stride() == w.stride()
 
 
-def test_grad_gives_tensors_of_their_own():
+def test_grad_returns_tensors_that_share_no_memory():
     a, b = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
     gradients, found = hesscale.grad(((a + b) ** 2).sum(), [a, b, a])
     assert len({t.untyped_storage().data_ptr() for t in found}) == 3
@@ -419,7 +419,7 @@ def test_inputs_may_be_inner_tensors():
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if len(case.inputs) > 1])
-def test_an_input_asked_for_alone_gets_the_same(name):
+def test_a_single_input_gets_the_same_diagonal(name):
     """PyTorch's nodes then leave out what the other inputs would get."""
     inputs, outputs, draws = build(name)
     everything = compute(inputs, outputs, draws)
@@ -437,7 +437,7 @@ def test_the_same_input_twice_counts_once():
 # grad()
 
 
-def test_grad_touches_nothing():
+def test_grad_changes_no_attributes():
     model = perceptron()
     loss = loss_of(model)
     _, found = hesscale.grad(loss, list(model.parameters()), retain_graph=True)
@@ -445,13 +445,13 @@ def test_grad_touches_nothing():
     assert_close(list(found), diagonals_of(model, loss))
 
 
-def test_grad_of_one_tensor_gives_tuples_of_one():
+def test_grad_of_one_tensor_returns_tuples_of_length_one():
     x = torch.randn(3, requires_grad=True)
     (gradient,), (diagonal,) = hesscale.grad((x**3).sum(), x)
     assert_close((gradient, diagonal), (3 * x.detach() ** 2, 6 * x.detach()))
 
 
-def test_grad_at_every_tensor_on_the_way():
+def test_grad_at_every_intermediate_tensor():
     """Pre-activations, activations, logits, log-probabilities and the loss itself; the last layers are exact."""
     model, (x, y) = perceptron(), batch()
     tensors = [x.requires_grad_()]
@@ -497,7 +497,7 @@ def test_grad_of_unused_tensors():
     assert_close(found[0], torch.full((3,), 2.0))
 
 
-def test_outputs_end_the_head_where_they_say():
+def test_the_head_ends_at_outputs():
     """Gauss-Newton drops second derivatives below the outputs only: here above or below the tanh."""
     x = torch.randn(3, requires_grad=True)
     a = x * 1
@@ -562,8 +562,8 @@ TRUNKS = {
 
 @pytest.mark.parametrize("name", TRUNKS)
 @pytest.mark.parametrize("plain", [False, True])
-def test_a_freed_trunk_of_two_losses(name, plain, no_hook_left):
-    """PyTorch would find out on its way, after it has filled the gradients of the second head."""
+def test_freed_layers_shared_by_two_losses(name, plain, no_hook_left):
+    """PyTorch would notice it only during the pass, after it has filled the gradients of the second head."""
     make, shape = TRUNKS[name]
     torch.manual_seed(0)
     trunk, head = make(), nn.Linear(6, 2)
@@ -672,7 +672,7 @@ def test_an_operator_without_a_rule_is_named_before_anything_changes(monkeypatch
     loss.backward()
 
 
-def test_operators_that_are_not_needed_are_not_asked_for(monkeypatch):
+def test_unneeded_operators_need_no_rule(monkeypatch):
     model = perceptron()
     loss = loss_of(model)
     monkeypatch.delitem(RULES, "TanhBackward0")
@@ -709,7 +709,7 @@ def test_custom_functions_without_a_rule_are_refused():
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_custom_functions_may_bring_their_rule(method):
+def test_custom_functions_may_define_hess_diag(method):
     x = torch.randn(3, requires_grad=True)
     plain = (torch.sin(x**3) ** 2).sum()
     custom = (torch.sin(CubeWithRule.apply(x)) ** 2).sum()
@@ -765,7 +765,7 @@ def test_brute_force_is_exact_on_a_separable_loss(name, method, rules):
         assert_close(mine, expected)
 
 
-def test_brute_force_serves_custom_functions():
+def test_brute_force_works_for_custom_functions():
     x = torch.randn(3, requires_grad=True)
     y = Cube.apply(x)
     with pytest.warns(hesscale.CurvatureWarning, match="CubeBackward by brute force"):
@@ -780,7 +780,7 @@ def test_brute_force_has_a_limit():
     assert x.grad is None
 
 
-def test_brute_force_is_silent_where_rules_exist(recwarn):
+def test_brute_force_is_not_used_where_rules_exist(recwarn):
     model = perceptron()
     loss = loss_of(model)
     with_rules = diagonals_of(model, loss, retain_graph=True)
@@ -792,7 +792,7 @@ def test_brute_force_is_silent_where_rules_exist(recwarn):
 
 
 def refuses(loss, name: str, leaves, fallback: str = "error") -> str:
-    """That this loss is refused with the node's name, before anything changes; what is said then."""
+    """Check that this loss is refused with the node's name, before anything changes. Returns the message."""
     with pytest.raises(hesscale.UnsupportedOperator, match=name) as caught:
         hesscale.backward(loss, fallback=fallback)
     assert all(leaf.grad is None and getattr(leaf, "hess_diag", None) is None for leaf in leaves)
@@ -813,7 +813,7 @@ def test_complex_tensors_have_no_diagonal_of_their_own():
     z = torch.fft.fft(x)
     with pytest.raises(hesscale.UnsupportedOperator, match="real and imaginary parts"):
         hesscale.grad(z.abs().sum(), [z])
-    with pytest.raises(hesscale.UnsupportedOperator, match="outputs= with real ones"):
+    with pytest.raises(hesscale.UnsupportedOperator, match="real tensors as outputs="):
         hesscale.grad(torch.view_as_real(z).softmax(-1).square().sum(), [x], outputs=z)
 
 
@@ -850,14 +850,14 @@ def test_sparse_parameters_are_refused(make, fallback):
     assert "sparse" in refuses((x @ other).square().sum() + other.sum(), "dense", [x, other], fallback)
 
 
-def test_reductions_over_a_sparse_adjacency_are_refused_in_the_words_of_graph_networks():
+def test_sparse_adjacency_error_mentions_torch_geometric():
     x = torch.randn(3, 2, requires_grad=True)
     constant = sparse_matrix(torch.tensor([1.0, 2.0, 3.0])).to_sparse_csr()
     assert "edge_index" in refuses(torch.sparse.mm(constant, x, "mean").square().sum(), "SparseMmReduce", [x])
 
 
 @pytest.mark.parametrize("product", [torch.matmul, torch.sparse.mm])
-def test_a_constant_sparse_factor_is_right_or_refused(product):
+def test_a_constant_sparse_factor_is_correct_or_refused(product):
     """A graph network's product with its adjacency matrix is an ordinary matrix product to autograd."""
     x = torch.randn(3, 2, requires_grad=True)
     try:
@@ -936,7 +936,7 @@ def test_sparse_gradients_of_gather_are_refused(fallback):
 
 
 class FlashAttnFunc(Cube):
-    """A kernel of somebody else's by its name."""
+    """A kernel of another library, by its name."""
 
 
 class Varlen_attn(Cube):
@@ -961,7 +961,7 @@ KERNELS = {
 
 @pytest.mark.parametrize("fallback", ["error", "exact"])
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.__name__)
-def test_kernels_without_a_rule_lead_to_one_with_a_rule(kernel, fallback):
+def test_the_error_for_an_attention_kernel_names_an_alternative(kernel, fallback):
     x = torch.randn(3, requires_grad=True)
     said = refuses(kernel.apply(x).square().sum(), kernel.__name__, [x], fallback)
     assert all(way in said for way in KERNELS[kernel])
@@ -969,7 +969,7 @@ def test_kernels_without_a_rule_lead_to_one_with_a_rule(kernel, fallback):
 
 
 @pytest.mark.parametrize("fallback", ["error", "exact"])
-def test_tensors_in_the_layout_of_onednn_lead_back_to_dense_ones(fallback):
+def test_onednn_tensors_are_refused(fallback):
     x = torch.randn(2, 3, dtype=torch.float32, requires_grad=True)
     said = refuses(x.to_mkldnn().relu().to_dense().square().sum(), "Backward", [x], fallback)
     assert "dense" in said or "to_mkldnn" in said
@@ -1034,7 +1034,7 @@ def test_scripted_functions_are_refused():
 
 
 @pytest.mark.parametrize("orthogonal_map", ["matrix_exp", "householder"])
-def test_orthogonal_layers_are_refused_with_the_map_that_is_not(orthogonal_map):
+def test_the_error_for_orthogonal_layers_names_a_supported_map(orthogonal_map):
     def loss(orthogonal_map):
         layer = nn.utils.parametrizations.orthogonal(nn.Linear(3, 3), orthogonal_map=orthogonal_map)
         return layer(torch.ones(2, 3)).tanh().square().sum(), list(layer.parameters())
@@ -1053,7 +1053,7 @@ def gated(x: torch.Tensor) -> torch.Tensor:
 # nothing stays behind
 
 
-def test_no_hook_stays_behind(no_hook_left):
+def test_all_hooks_are_removed(no_hook_left):
     model = perceptron()
     loss = loss_of(model)
     hesscale.backward(loss, retain_graph=True)
@@ -1064,7 +1064,7 @@ def test_no_hook_stays_behind(no_hook_left):
 
 
 @pytest.mark.parametrize("make_loss", [loss_of, entropy_loss])
-def test_an_error_in_the_middle_leaves_no_hook(make_loss, rules, no_hook_left):
+def test_hooks_are_removed_after_an_error(make_loss, rules, no_hook_left):
     class Broken(Exception):
         pass
 
@@ -1090,7 +1090,7 @@ def test_an_error_in_the_middle_leaves_no_hook(make_loss, rules, no_hook_left):
 # beside other users of autograd
 
 
-def test_autocast_around_the_call_does_not_reach_the_rules():
+def test_autocast_does_not_affect_the_rules():
     """PyTorch's own backward does compute in low precision there, so without g: Gauss-Newton."""
     model = perceptron().float()
     x, y = batch()

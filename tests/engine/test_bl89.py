@@ -19,7 +19,7 @@ def logits():
     return torch.randn(5, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
 
 
-def test_cross_entropy_bends_only_at_the_target(logits):
+def test_cross_entropy_is_curved_only_at_the_target(logits):
     target = torch.tensor([0, 3, 1, 1, 2])
     q = logits.softmax(1).detach()
     expected = F.one_hot(target, 4) * (q - q * q) / 5

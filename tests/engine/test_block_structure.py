@@ -1,4 +1,4 @@
-"""What is remembered of a Hessian's blocks, and how the outcome of a check on a GPU arrives; here with a GPU that is made up."""
+"""The cached block structure of a Hessian, and asynchronous checks on a GPU, which is simulated here."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def gpu(monkeypatch):
     ("rank", "blocks"),
     [(0, [()]), (1, [(), (0,)]), (2, [(), (1,), (0, 1)]), (3, [(), (2,), (1,), (1, 2), (0, 1, 2)])],
 )
-def test_candidates_go_from_the_cheapest_block_to_the_whole_tensor(rank, blocks):
+def test_candidates_are_ordered_by_cost(rank, blocks):
     assert list(candidate_blocks(rank)) == blocks
 
 
-def test_an_outcome_is_read_when_it_has_arrived(gpu):
+def test_a_result_is_read_once_its_copy_has_finished(gpu):
     check = AsyncCheck()
     check.start(FAILED, (1,))
     assert check.poll() is None
@@ -58,7 +58,7 @@ def test_a_check_that_passed_changes_nothing(gpu):
     assert check.poll() is None
 
 
-def test_one_check_is_under_way_at_a_time(gpu):
+def test_only_one_copy_is_pending_at_a_time(gpu):
     check = AsyncCheck()
     check.start(FAILED, (1,))
     check.start(PASSED, (0, 1))
@@ -66,7 +66,7 @@ def test_one_check_is_under_way_at_a_time(gpu):
     assert check.poll() == (1,)
 
 
-def test_nothing_is_sent_or_read_during_the_capture_of_a_cuda_graph(gpu):
+def test_no_copies_during_cuda_graph_capture(gpu):
     check = AsyncCheck()
     gpu.is_done = gpu.is_capturing = True
     check.start(FAILED, (1,))
@@ -85,6 +85,6 @@ def test_a_failed_check_widens_the_block_and_warns(gpu):
     structure.read_check()
     assert structure.block == ()
     gpu.is_done = True
-    with pytest.warns(CurvatureWarning, match="come to share second derivatives"):
+    with pytest.warns(CurvatureWarning, match="have mixed second derivatives now"):
         structure.read_check()
     assert structure.block == (1,)

@@ -8,7 +8,7 @@ import time
 from hesscale.engine.cache import BoundedCache
 
 
-def test_what_is_there_stays():
+def test_setdefault_keeps_an_existing_value():
     cache: BoundedCache[str] = BoundedCache(max_entries=2)
     assert cache.get("key") is None
     assert cache.setdefault("key", "first") == "first"
@@ -23,7 +23,7 @@ def test_the_oldest_entry_goes_first():
     assert [cache.get(number) for number in range(5)] == [None, None, 2, 3, 4]
 
 
-def test_a_key_that_is_there_pushes_nothing_out():
+def test_an_existing_key_evicts_nothing():
     cache: BoundedCache[int] = BoundedCache(max_entries=2)
     for number in (1, 2, 2, 1):
         cache.setdefault(number, number)

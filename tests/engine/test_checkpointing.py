@@ -13,7 +13,7 @@ import hesscale
 
 
 def test_checkpointing_changes_nothing():
-    """Recomputed tensors are read twice in a pass, by the rule and by the node; dropout draws the same again."""
+    """Recomputed tensors are read twice in a pass, by the rule and by the node. Dropout draws the same mask again."""
     torch.manual_seed(0)
     parts = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Dropout(0.5), nn.Linear(6, 6), nn.ELU()), nn.Linear(6, 2)
     x, y = torch.randn(5, 4), torch.tensor([0, 1, 1, 0, 1])

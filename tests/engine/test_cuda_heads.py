@@ -10,8 +10,8 @@ import hesscale
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-def test_losses_whose_outputs_come_to_share_curvature_are_noticed():
-    """Verified later than on a CPU, where looking costs nothing: the diagonals in between warn when they are found out."""
+def test_new_mixed_derivatives_between_outputs_are_detected():
+    """On a GPU, the check is read by a later pass, which warns about the diagonals in between."""
     z = torch.randn(4, 3, dtype=torch.float64, device="cuda", requires_grad=True)
 
     def diagonal(weight):

@@ -1,4 +1,4 @@
-"""The table that says what would be done."""
+"""``explain`` and ``operators``."""
 
 from __future__ import annotations
 

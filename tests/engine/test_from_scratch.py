@@ -1,4 +1,4 @@
-"""The example that everything else generalises: its numbers are those of ``hesscale.backward``."""
+"""The example that everything else generalizes: its numbers are those of ``hesscale.backward``."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def notes(loss) -> list[str]:
 
 
 def output(samples: int = BATCH) -> torch.Tensor:
-    """What a last Linear makes."""
+    """The output of a last Linear layer."""
     torch.manual_seed(0)
     return nn.Linear(5, CLASSES, dtype=torch.float64)(torch.randn(samples, 5, dtype=torch.float64))
 
@@ -117,7 +117,7 @@ def test_a_tensor_that_also_feeds_the_body_gets_the_heads_part_exactly():
 
 
 def test_a_cross_term_between_head_and_body_is_not_the_heads():
-    """loss = z·h with z = W h: the head alone is linear in each, so it owes neither any curvature."""
+    """loss = z·h with z = W h: the head is linear in each of them, so it contributes no curvature."""
     hidden = output()
     z = nn.Linear(CLASSES, CLASSES, dtype=torch.float64)(hidden)
     loss = (z * hidden).sum()
@@ -166,8 +166,8 @@ def test_products_in_several_batches_and_without_vmap(monkeypatch):
     torch.testing.assert_close(in_batches, one_by_one)
 
 
-def test_a_tensor_inside_the_head_is_served_where_all_below_it_is_known():
-    """Double backward gives the diagonal at z, so nothing below the expectation is asked of the rules, but it itself is."""
+def test_a_tensor_inside_the_head_is_filled_if_all_below_it_is_known():
+    """Double backward gives the diagonal at z. The rules are needed only for the expectation itself."""
     z = output()
     expectation = (z.softmax(-1) * ACTION).sum(-1)
     loss = expectation.square().mean()
@@ -175,8 +175,8 @@ def test_a_tensor_inside_the_head_is_served_where_all_below_it_is_known():
     torch.testing.assert_close(list(hesscale.grad(loss, [expectation, z])[1]), truth)
 
 
-def test_nothing_is_learned_from_a_flat_start():
-    """Zero advantage: no curvature shows, so nothing is learned about which entries interact."""
+def test_no_block_is_stored_if_all_products_are_zero():
+    """With zero advantages, the curvature is zero, which says nothing about which entries interact."""
     z = output()
 
     def loss(scale):
@@ -214,7 +214,7 @@ def test_a_loss_that_cannot_be_differentiated_twice_keeps_the_rules_value():
         torch.testing.assert_close(got, hesscale.grad(loss, z, head="rules")[1][0])
 
 
-def test_heads_that_differ_in_their_edges_alone_are_told_apart():
+def test_heads_that_differ_only_in_edges_are_distinguished():
     """The same operators on the same shapes, once side by side and once in a row."""
     a, b = (torch.randn(4, 3, dtype=torch.float64, requires_grad=True) for _ in range(2))
     hesscale.grad((a.cumsum(1) + b.cumsum(1)).square().sum(), [a, b])
@@ -222,8 +222,8 @@ def test_heads_that_differ_in_their_edges_alone_are_told_apart():
     torch.testing.assert_close(hesscale.grad(loss, a, retain_graph=True)[1][0], hessian_diagonal(loss, a))
 
 
-def test_heads_that_differ_in_their_rules_alone_are_told_apart():
-    """One tensor at both inputs: one function serves every elementwise operator then, whether it is curved or not."""
+def test_heads_that_differ_only_in_rules_are_distinguished():
+    """The same tensor at both inputs: the same function is then used for all elementwise operators, curved or not."""
     z = torch.rand(4, 3, dtype=torch.float64, requires_grad=True)
     c = z.cumsum(1).cumsum(1)
     hesscale.grad((c + c).sum(), z)
@@ -232,7 +232,7 @@ def test_heads_that_differ_in_their_rules_alone_are_told_apart():
     torch.testing.assert_close(hesscale.grad(loss, z, retain_graph=True)[1][0], hessian_diagonal(loss, z))
 
 
-def test_one_sample_of_large_curvature_hides_nothing():
+def test_one_sample_of_large_curvature_does_not_hide_errors():
     weight = torch.tensor([1e4, 1.0, 1.0, 1.0])
 
     def loss(z):
@@ -304,8 +304,8 @@ def entropy_at(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("samples", [37, 601])
-def test_nothing_is_learned_from_numbers_that_are_not_finite(samples):
-    """Neither that all entries interact, nor that the diagonal is therefore out of reach: one sample has three entries."""
+def test_no_block_is_stored_if_products_are_not_finite(samples):
+    """Neither that all entries interact, nor that the exact diagonal takes too many products: a sample has three entries."""
     weight = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
     x = torch.randn(samples, 5, dtype=torch.float64)
     logits = (x * torch.nan) @ weight
@@ -417,7 +417,7 @@ def test_the_weight_of_a_layer_is_no_constant():
     torch.testing.assert_close(diagonals, expected)
 
 
-def test_frozen_parameters_and_constants_are_told_apart_in_one_process():
+def test_frozen_parameters_and_constants_are_distinguished():
     """The graphs are the same otherwise."""
     constant = MIXING.clone()
     frozen = nn.Parameter(constant.clone(), requires_grad=False)

@@ -226,7 +226,7 @@ def test_networks(model, method):
         assert (mine - precise).abs().sum() <= 0.02 * precise.abs().sum()
 
 
-def test_the_last_bias_is_owed_s_itself():
+def test_the_share_of_a_bias_is_not_rounded():
     model, (x, y) = nn.Linear(32, 4), batch()
     _, (weight, bias) = filled(model, F.cross_entropy(model(x), y))
     _, (low_weight, low_bias) = filled(model, F.cross_entropy(model(x), y), curvature_dtype=LOW)
@@ -379,7 +379,7 @@ def test_optimizers_step_by_the_diagonals_of_their_dtype(optimizer, options):
 
 
 @pytest.mark.parametrize("optimizer", [AdaHessian, GGNMC])
-def test_sampled_optimizers_have_no_products_of_their_own(optimizer):
+def test_curvature_dtype_has_no_effect_on_sampled_optimizers(optimizer):
     precise, low = (
         trained(optimizer, curvature_dtype=choice, generator=torch.Generator("cpu").manual_seed(1)) for choice in (None, LOW)
     )
@@ -387,7 +387,7 @@ def test_sampled_optimizers_have_no_products_of_their_own(optimizer):
 
 
 def test_hooked_loops_take_the_optimizers_choice():
-    """``hesscale.capture`` serves loops that call ``loss.backward()`` themselves."""
+    """``hesscale.capture`` is for loops that call ``loss.backward()`` themselves."""
     torch.manual_seed(0)
     model, (x, y) = MODELS["perceptron"][0](), batch()
     opt = AdaHesScale(model.parameters(), curvature_dtype=LOW)

@@ -55,7 +55,7 @@ def test_many_steps_take_no_memory(loss):
 
 
 def test_memory_is_flat_without_the_garbage_collector():
-    """Nothing the engine makes waits for the collector: on a GPU that would be memory held for seconds."""
+    """The engine creates no reference cycles, which would hold GPU memory until the garbage collector runs."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 5))
     x, y = torch.randn(32, 64), torch.randint(5, (32,))

@@ -38,12 +38,12 @@ BATCH = 3
 
 
 def networks(count: int):
-    """So many networks, the same in every run."""
+    """This number of networks, the same in every run."""
     return settings(derandomize=True, deadline=None, max_examples=count, database=None)
 
 
 class Sketch:
-    """A program under construction: draws its choices, makes its parameters, keeps the name of the tensor made last."""
+    """Builds a random program: draws operators, creates parameters, and stores the name of the last tensor."""
 
     def __init__(self, draw, *shape: int) -> None:
         self.draw = draw

@@ -130,7 +130,7 @@ def test_rules_in_low_precision(name, dtype):
                 assert_near(s, expected, LOOSE[dtype])
 
 
-def test_numbers_keep_their_digits():
+def test_scalar_operands_keep_their_precision():
     """A Python number in a float64 model is not squared in the default dtype."""
     x = torch.randn(3, dtype=torch.float64, requires_grad=True)
     for loss in ((0.3 * x).square().sum(), (x / 0.7).square().sum()):
@@ -145,7 +145,7 @@ def test_a_divisor_of_few_digits():
 
 
 def mixed_norm(norm):
-    """Normalised activations of 16 bits, with a weight and a bias of 32."""
+    """Normalized activations of 16 bits, with a weight and a bias of 32."""
     return lambda a, b: norm(a, b[0], b[1])
 
 

@@ -1,4 +1,4 @@
-"""What is decided once for all graphs of one structure must hold for each of them, and keep none of them alive."""
+"""A schedule is shared by all graphs of one structure. It must be correct for each of them, and keep none of them alive."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def calls_of(function) -> int:
     return count
 
 
-def test_a_second_pass_decides_nothing_anew():
+def test_a_second_pass_reuses_the_schedule():
     model = perceptron()
     losses = [loss_of(model, size=17) for _ in range(3)]
     first, second, third = (calls_of(lambda loss=loss: hesscale.backward(loss)) for loss in losses)
@@ -68,7 +68,7 @@ def test_a_second_pass_decides_nothing_anew():
 
 
 @pytest.mark.parametrize("options", [{"method": "hesscale_gn"}, {"method": "bl89"}, {"head": "rules"}])
-def test_options_are_told_apart(options):
+def test_options_have_separate_schedules(options):
     """The same graph with and without them, in turn."""
     model = perceptron()
     first, plain, again = (diagonals(model, entropy_loss(model), **o) for o in (options, {}, options))
@@ -76,7 +76,7 @@ def test_options_are_told_apart(options):
     assert not torch.allclose(plain[0], first[0])
 
 
-def test_a_fallback_is_told_apart(monkeypatch):
+def test_fallbacks_have_separate_schedules(monkeypatch):
     monkeypatch.delitem(RULES, "TanhBackward0")
     model = perceptron()
     with pytest.warns(hesscale.CurvatureWarning, match="brute force"):
@@ -93,7 +93,7 @@ def test_brute_force_warns_at_every_pass(monkeypatch):
             hesscale.backward(loss_of(model), fallback="exact")
 
 
-def test_outputs_and_inputs_are_told_apart():
+def test_outputs_and_inputs_have_separate_schedules():
     """One graph, asked for different tensors and with different ends of the head, in turn and again."""
     model, x, y = perceptron(), torch.randn(5, 4), torch.arange(5) % 3
     hidden = model[:2](x)
@@ -121,7 +121,7 @@ def test_a_broadcast_that_comes_and_goes(width):
         torch.testing.assert_close(found, (expected[0].sum_to_size(size), expected[1].expand(4)))
 
 
-def test_a_rule_that_is_replaced_is_heeded(monkeypatch):
+def test_a_replaced_rule_is_used(monkeypatch):
     model = perceptron()
     before = diagonals(model, loss_of(model))
     monkeypatch.setitem(RULES, "TanhBackward0", RULES["SigmoidBackward0"])  # another function
@@ -131,7 +131,7 @@ def test_a_rule_that_is_replaced_is_heeded(monkeypatch):
         hesscale.backward(loss_of(model))
 
 
-def test_a_transpose_with_a_rule_of_its_own_is_not_taken_together_with_the_product(monkeypatch):
+def test_a_transpose_with_a_custom_rule_is_not_fused(monkeypatch):
     model = perceptron()
     before = diagonals(model, loss_of(model))
     monkeypatch.setitem(RULES, "TBackward0", RULES["TBackward0"])
@@ -148,7 +148,7 @@ def test_a_sparse_factor_is_refused_after_a_dense_one():
         hesscale.backward((sparse @ x).square().sum())
 
 
-def test_a_hook_that_clears_gradients_is_heeded():
+def test_hooks_that_clear_gradients():
     model = perceptron()
     plain = diagonals(model, loss_of(model))
     for p in model.parameters():
@@ -183,7 +183,7 @@ def test_no_graph_is_kept_alive(make_loss):
 
 
 @pytest.mark.parametrize(("samples", "order"), [(8, ["rule", "gradient"]), (300, ["gradient", "rule"])])
-def test_large_activations_wait_for_the_pass(samples, order, monkeypatch):
+def test_rules_of_large_activations_are_not_fused(samples, order, monkeypatch):
     """In a Gauss-Newton pass no rule needs a gradient, so curvature may run ahead of it; where that would hold much memory
     (more than 2¹⁶ numbers in a tensor), it does not."""
     events = []

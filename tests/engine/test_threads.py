@@ -1,4 +1,4 @@
-"""Several threads at once: each gets the numbers that it would get alone."""
+"""Several threads at once: each gets the same results as alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("double_precision")
 
 @pytest.fixture
 def frequent_switches():
-    """Threads take turns as often as Python lets them."""
+    """Switch threads as often as possible."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -56,7 +56,7 @@ def run_together(functions) -> None:
 @pytest.mark.usefixtures("frequent_switches")
 @pytest.mark.parametrize("loss", [cross_entropy, entropy])
 def test_networks_of_one_structure_in_threads_of_their_own(loss):
-    """The threads share what is decided, and learned, about that structure; in the first round nothing is known yet."""
+    """The threads share the schedule and the block structure, which are not known yet in the first round."""
     models = [nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)) for _ in range(4)]
     for size in (11, 12, 13):
         x = torch.randn(size, 4)
@@ -74,8 +74,8 @@ def test_networks_of_one_structure_in_threads_of_their_own(loss):
 
 
 @pytest.mark.usefixtures("frequent_switches")
-def test_more_structures_than_are_kept():
-    """Threads that push out each other's schedules still get their numbers."""
+def test_more_structures_than_the_cache_holds():
+    """Threads that evict each other's schedules from the cache still get correct results."""
     weight = torch.randn(2, 1, requires_grad=True)
 
     def work():
@@ -87,7 +87,7 @@ def test_more_structures_than_are_kept():
 
 
 @pytest.mark.usefixtures("frequent_switches")
-def test_another_thread_that_shares_leaves_takes_nothing_away():
+def test_threads_may_share_leaves():
     """Its backward passes reach the same leaves, whose hooks must not take them for the pass that carries curvature."""
     leaves = [torch.randn(3, requires_grad=True) for _ in range(12)]
     done = threading.Event()

@@ -306,7 +306,7 @@ def test_chunks_do_not_matter(method, at_once, monkeypatch):
 
 
 class Unbatched(torch.autograd.Function):
-    """x² with a backward that vmap refuses: it looks at a number."""
+    """x² with a backward that vmap does not support, since it reads a value."""
 
     @staticmethod
     def forward(ctx, x):
@@ -325,7 +325,7 @@ class Unbatched(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("method", ["exact", "ggn", "hutchinson"])
-def test_what_vmap_cannot_batch_is_done_row_by_row(method):
+def test_operators_that_vmap_does_not_support_run_row_by_row(method):
     weight, x = torch.randn(3, 2, requires_grad=True), torch.randn(4, 2)
     y = torch.tensor([0, 1, 2, 1])
 
@@ -540,7 +540,7 @@ def test_empirical_fisher_of_outputs_without_further_dimensions():
 
 def test_empirical_fisher_needs_to_know_the_samples():
     problem = log_std()
-    with pytest.raises(ValueError, match=r"params\[0\], of shape \(4, 3\), enters the loss beside .* Leave it out of params"):
+    with pytest.raises(ValueError, match=r"depends on params\[0\], of shape \(4, 3\), other than .* Leave it out of params"):
         estimate("empirical_fisher", problem.loss(), problem.params)
     a, b = nn.Linear(2, 2), nn.Linear(2, 2)
     loss = a(torch.randn(3, 2)).exp().sum() + b(torch.randn(4, 2)).exp().sum()
@@ -590,7 +590,7 @@ def test_kfac_of_a_convolution():
     close(estimate("kfac", loss, [conv.weight, conv.bias]), [B[:, None, None, None] * A, B])
 
 
-def test_kfac_of_other_spellings():
+def test_kfac_of_layers_written_with_other_operators():
     """x W, x Wᵀ, and a bias that is added afterwards, as PyTorch does for inputs that are not contiguous."""
     weight, bias, x = torch.randn(3, 2, requires_grad=True), torch.randn(2, requires_grad=True), torch.randn(2, 4, 3)
     A, B = (x**2).mean((0, 1)), torch.full((2,), 8.0)
@@ -606,7 +606,7 @@ def test_kfac_runs_and_is_positive_for_convex_losses(name):
         assert (diagonal >= 0).all() or name in NOT_CONVEX
 
 
-def test_kfac_says_which_parameter_is_no_weight():
+def test_kfac_names_parameters_that_are_no_weights():
     problem = residual_and_norm()
     with pytest.raises(ValueError, match=r"params\[2\], of shape \(3,\), is input 1 of NativeLayerNormBackward0.*linear layers"):
         estimate("kfac", problem.loss(), problem.params)
@@ -615,7 +615,7 @@ def test_kfac_says_which_parameter_is_no_weight():
         estimate("kfac", problem.loss(), problem.params[:2])
     layer = nn.Linear(3, 3)
     h = torch.randn(2, 3, requires_grad=True) * 2
-    with pytest.raises(ValueError, match="beside the model's outputs, and K-FAC is defined for layers below"):
+    with pytest.raises(ValueError, match="other than through the model's outputs, and K-FAC is defined for layers below"):
         estimate("kfac", layer(h).exp().sum(), [layer.weight], outputs=h)
 
 
@@ -706,7 +706,7 @@ def test_wrong_arguments():
 
 def test_where_no_outputs_are_found():
     w, x = torch.randn(3, requires_grad=True), torch.randn(3)
-    with pytest.raises(ValueError, match=r"the loss itself comes out of DotBackward0.*outputs="):
+    with pytest.raises(ValueError, match=r"DotBackward0 computes the loss itself.*outputs="):
         estimate("ggn", (w * x).dot(w), [w])
     z = w * x
     close(estimate("ggn", z.dot(z), [w], outputs=z), [2 * x**2])
@@ -740,7 +740,7 @@ def test_a_tensor_between_outputs_and_loss_has_no_ggn():
         estimate("ggn", h.square().sum(), [h])
 
 
-def test_what_cannot_be_differentiated_twice():
+def test_losses_that_cannot_be_differentiated_twice():
     class Once(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):

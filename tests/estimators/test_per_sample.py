@@ -144,7 +144,7 @@ KEEPING = {
 
 
 @pytest.mark.parametrize("name", KEEPING)
-def test_what_keeps_samples_apart(name):
+def test_operators_that_keep_samples_separate(name):
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -226,7 +226,7 @@ def test_products_with_factors_and_biases_added_apart():
 
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("name", MODELS)
-def test_of_one_sample_it_is_ggn_mc(name, head):
+def test_it_equals_ggn_mc_for_one_sample(name, head):
     model, x = (net(*of_frames(1)), image(3, 2, 3, 3)) if name == "frames" else MODELS[name]()
     z = model(x[:1])
     loss, params = head(z), [*model.parameters()]
@@ -297,7 +297,7 @@ def test_leaves_of_the_head():
     loss = F.gaussian_nll_loss(layer(image(3)), image(3), deviation.exp().expand(4, 3))
     refused(loss, [*layer.parameters(), deviation], r"params\[2\], of shape \(3,\), is input 0 of ExpBackward0")
     h = torch.randn(2, 3, requires_grad=True) * 2
-    refused(layer(h).exp().sum(), [layer.weight], "enters the loss beside the model's outputs, and its gradient", outputs=h)
+    refused(layer(h).exp().sum(), [layer.weight], "other than through the model's outputs, and its gradient", outputs=h)
 
 
 MIXING = {
@@ -325,13 +325,13 @@ MIXING = {
 
 
 @pytest.mark.parametrize("name", MIXING)
-def test_what_may_carry_a_sample_into_another(name):
+def test_operators_that_may_mix_samples_are_refused(name):
     first, last = nn.Linear(3, 4), nn.Linear(4, 3)
     loss = cross_entropy(last(MIXING[name](first(image(3)))))
     refused(loss, [*first.parameters()], rf"{name}\w* lies between a layer and the outputs.* Use 'ggn_mc'")
 
 
-def test_parameters_above_what_mixes_are_fine():
+def test_parameters_after_an_operator_that_mixes_samples():
     first, last = nn.Linear(3, 4), nn.Linear(4, 3)
     loss = cross_entropy(last(first(image(3)).softmax(0)))
     assert all(d.any() for d in estimate(NAME, loss, [*last.parameters()]))
@@ -425,7 +425,7 @@ def test_a_traced_step_is_the_eager_one(low):
 
 
 @pytest.mark.parametrize("how", ["vmap", "abreast"])
-def test_members_of_an_ensemble_are_what_they_would_be_alone(how, monkeypatch):
+def test_members_of_an_ensemble_equal_single_runs(how, monkeypatch):
     """With labels that leave nothing to chance."""
 
     def labels(self, count: int, q: Tensor, dim: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Many environments at once give what gymnasium gives for each, to the last bit."""
+"""Batched environments equal gymnasium's, bit for bit."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def compare(ours, theirs, steps, seed=0):
 
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("name", ROBOTS)
-def test_robots_are_gymnasiums_to_the_last_bit(name, count):
+def test_robots_equal_gymnasium_bit_for_bit(name, count):
     options = {"max_episode_steps": ROBOTS[name]}
     ours, theirs = environments(make(name, count, **options)), Environments(make(name, count, **options))
     assert type(ours) is MuJoCo
@@ -89,7 +89,7 @@ def test_robots_are_gymnasiums_to_the_last_bit(name, count):
         ("Hopper", {"healthy_state_range": (-900, 1.0), "healthy_z_range": (-900, 900), "healthy_angle_range": (-900, 900)}),
     ],
 )
-def test_robots_are_gymnasiums_in_states_that_they_seldom_see(name, options, monkeypatch):
+def test_robots_equal_gymnasium_in_rare_states(name, options, monkeypatch):
     """Numbers drawn in place of a simulation, some of them not finite."""
     fields = ("qpos", "qvel", "xpos", "xipos", "site_xpos", "cinert", "cvel", "cfrc_ext", "qfrc_actuator", "qfrc_constraint")
 
@@ -115,8 +115,8 @@ def test_robots_are_gymnasiums_in_states_that_they_seldom_see(name, options, mon
 
 
 @pytest.mark.parametrize("count", [16, 40])
-def test_sums_of_many_are_those_of_one(count):
-    """Eight and seventeen actions and the forces are enough to be added up in another order."""
+def test_batched_sums_equal_single_sums(count):
+    """Eight or seventeen actions, and the forces, are enough for NumPy to sum them in another order."""
     for name in ("Ant", "Humanoid"):
         compare(environments(make(name, count)), Environments(make(name, count)), 4)
 
@@ -158,7 +158,7 @@ def test_weights_and_ranges_are_the_environments_own(name, options):
     compare(ours, Environments(make(name, 2, **options)), 60)
 
 
-def test_others_may_step_in_between():
+def test_environments_may_be_stepped_directly_in_between():
     ours, theirs = environments(make("Ant", 2)), Environments(make("Ant", 2))
     compare(ours, theirs, 10)
     for seed in range(3):
@@ -167,7 +167,7 @@ def test_others_may_step_in_between():
         assert_same(ours.step(actions, [0, 1]), theirs.step(actions, [0, 1]))
 
 
-def test_another_simulation_is_noticed():
+def test_a_replaced_simulation_is_detected():
     ours, theirs = environments(make("Humanoid", 2)), Environments(make("Humanoid", 2))
     compare(ours, theirs, 3)
     for env in (ours.envs[1], theirs.envs[1]):
@@ -175,7 +175,7 @@ def test_another_simulation_is_noticed():
     compare(ours, theirs, 10)
 
 
-def test_a_pickled_copy_has_simulations_of_its_own():
+def test_a_pickled_copy_has_its_own_simulations():
     ours = pickle.loads(pickle.dumps(environments(make("Hopper", 2))))
     assert type(ours) is MuJoCo
     compare(ours, Environments(make("Hopper", 2)), 10)
@@ -208,11 +208,11 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("envs", OTHERS.values(), ids=OTHERS)
-def test_all_that_is_not_known_is_stepped_by_itself(envs):
+def test_unknown_environments_use_their_own_step(envs):
     assert type(environments(envs())) is Environments
 
 
-def test_a_robot_of_another_kind_is_what_it_is():
+def test_subclasses_of_robots_use_their_own_step():
     def limited():
         return [TimeLimit(Higher(), 30) for _ in range(2)]
 
@@ -238,7 +238,7 @@ def test_any_environment(name):
                 assert_same([ours.reset(k)], [theirs[k].reset()[0].astype(float)])
 
 
-def test_an_environment_may_keep_its_action():
+def test_environments_may_store_their_action():
     class Keeps(gymnasium.Env):
         action_space = gymnasium.spaces.Box(-1, 1, (2,))
         observation_space = gymnasium.spaces.Box(-1, 1, (1, 2))
@@ -259,7 +259,7 @@ def test_an_environment_may_keep_its_action():
     assert env.step(actions, [0])[0].tolist() == [[1.0, 1.0]]
 
 
-def test_results_are_not_written_over():
+def test_results_are_not_overwritten():
     env = environments(make("InvertedPendulum", 2))
     first = env.reset(0, seed=0), env.reset(1, seed=1), *env.step(np.zeros((2, 1)), [0, 1])
     copies = [part.copy() for part in first]
@@ -282,7 +282,7 @@ def test_bad_input_is_refused():
         environments([gymnasium.make("CartPole-v1")]).step(np.zeros(2, int), [0])
 
 
-def test_gymnasium_and_mujoco_may_be_absent():
+def test_gymnasium_and_mujoco_need_not_be_installed():
     code = """
 import sys
 sys.modules["gymnasium"] = sys.modules["mujoco"] = None  # as if not installed

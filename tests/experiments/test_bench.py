@@ -1,4 +1,4 @@
-"""The benchmark of step costs measures what it says, makes its tables from its records, and keeps failures in their rows."""
+"""The benchmark of step costs: measurements, tables from records, and failures as rows."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_quick_run_has_ratios_of_its_methods(quick):
     assert {"cpu", "cores", "threads", "gpu", "torch", "python", "commit"} <= record["machine"].keys()
 
 
-def test_the_backward_pass_is_timed_alone(quick):
+def test_the_backward_pass_is_timed_separately(quick):
     _, record = quick
     (workload,) = record["workloads"]
     rows = {row["method"]: row for row in workload["rows"]}
@@ -98,7 +98,7 @@ def test_backward_passes_are_averaged_block_by_block():
 
 
 @pytest.mark.parametrize("name", ["vit", "gpt", "nf-resnet", "nf-resnet-b1"])
-def test_deep_networks_have_a_diagonal_everywhere(name):
+def test_deep_networks_have_diagonals_for_all_parameters(name):
     workload = WORKLOADS[name]
     model, (x, y) = workload.model(CPU), workload.data(CPU)
     loss = workload.loss()(model(x[:1]), y[: len(y) // len(x)])
@@ -115,7 +115,7 @@ def test_the_table_is_made_from_the_record(quick):
     assert "| 123.00 (122.00–124.00) |" in record_files.page(record, "step_cost")
 
 
-def test_the_tables_go_between_the_marks_of_a_page(quick, tmp_path, capsys):
+def test_tables_are_inserted_between_markers(quick, tmp_path, capsys):
     folder, record = quick
     page, path = tmp_path / "page.md", folder / "step_cost.json"
     page.write_text(f"above\n\n{record_files.BEGIN}\nold\n{record_files.END}\nbelow\n", encoding="utf-8")
@@ -138,7 +138,7 @@ def test_the_tables_go_between_the_marks_of_a_page(quick, tmp_path, capsys):
             record_files.load(tmp_path)
 
 
-def test_a_report_writes_the_pages_of_records_anew(quick, tmp_path):
+def test_a_report_rewrites_the_pages_of_records(quick, tmp_path):
     _, record = quick
     (tmp_path / "cpu").mkdir()
     page = tmp_path / "page.md"
@@ -227,7 +227,7 @@ def test_every_method_takes_steps(method):
 
 
 @pytest.mark.parametrize("name", ["backpack-ggn", "backpack-h"])
-def test_backpack_hands_its_diagonal_to_the_update(name, monkeypatch):
+def test_the_update_uses_backpacks_diagonal(name, monkeypatch):
     pytest.importorskip("backpack")
     step = Step(METHODS[name], "eager", SMALL.model(CPU), SMALL.loss(), SMALL.data(CPU))
     params = list(step.model.parameters())
@@ -240,7 +240,7 @@ def test_backpack_hands_its_diagonal_to_the_update(name, monkeypatch):
     torch.testing.assert_close(seen, list(truth), rtol=1e-4, atol=1e-6)
 
 
-def test_without_backpack_its_methods_say_so(monkeypatch):
+def test_missing_backpack_is_reported(monkeypatch):
     monkeypatch.setitem(sys.modules, "backpack", None)
     with pytest.raises(methods.NotMeasured, match="BackPACK is not installed"):
         Step(METHODS["backpack-h"], "eager", SMALL.model(CPU), SMALL.loss(), SMALL.data(CPU))
@@ -274,13 +274,13 @@ def test_a_compiled_step_is_asked_for_by_mode(monkeypatch):
     assert "ran as traced" in targets.caveats(rows[1])
 
 
-def test_a_version_without_compile_step_says_so(monkeypatch):
+def test_a_version_without_compile_step_is_reported(monkeypatch):
     monkeypatch.delattr(hesscale, "compile_step", raising=False)
     with pytest.raises(methods.NotMeasured, match="no compile_step"):
         Step(METHODS["adam"], "compiled", SMALL.model(CPU), SMALL.loss(), SMALL.data(CPU))
 
 
-def test_a_method_that_fails_is_recorded_and_the_rest_goes_on(tmp_path, monkeypatch):
+def test_a_failed_method_is_recorded_and_others_continue(tmp_path, monkeypatch):
     def broken(*_, **__):
         raise RuntimeError("it broke | here\nand more")
 
@@ -305,7 +305,7 @@ def test_a_method_that_fails_is_recorded_and_the_rest_goes_on(tmp_path, monkeypa
     assert "it broke \\| here" in (tmp_path / "broken.md").read_text(encoding="utf-8")
 
 
-def test_a_run_that_is_stopped_keeps_what_it_has(tmp_path, monkeypatch):
+def test_an_interrupted_run_keeps_its_results(tmp_path, monkeypatch):
     measured = iter([[{"method": "adam", "label": "Adam", "mode": "eager", "error": "none"}]])
 
     def rows_of(*_, **__):
@@ -349,7 +349,7 @@ def test_a_machine_without_git_or_proc_is_described_too(monkeypatch):
     assert found["cpu"]
 
 
-def test_a_stopwatch_times_updates_by_themselves(monkeypatch):
+def test_a_stopwatch_times_updates_separately(monkeypatch):
     now = [0.0]
 
     def wait(seconds):
@@ -391,7 +391,7 @@ def test_a_failed_adam_leaves_times_without_ratios(monkeypatch):
     assert measure.rows_of(SMALL, [(adam, "eager")], CPU, rounds=2, block=1e-4, limit=9, log=quietly) == rows[:1]
 
 
-def test_slow_methods_and_harmful_ones_are_left_out():
+def test_slow_and_unsafe_methods_are_left_out():
     adam = (METHODS["adam"], "eager")
     (row,) = measure.rows_of(SMALL, [adam], CPU, rounds=2, block=1e-4, limit=1e-9, log=quietly)
     assert row["error"].startswith("too slow: the first step took")
@@ -401,7 +401,7 @@ def test_slow_methods_and_harmful_ones_are_left_out():
         Step(METHODS["exact-h"], "eager", nn.Sequential(nn.Linear(3, 2), nn.ELU()), SMALL.loss(), SMALL.data(CPU))
 
 
-def test_peak_memory_counts_what_lives_at_once():
+def test_peak_memory_counts_tensors_that_exist_at_the_same_time():
     kept = []
 
     def use(_):
@@ -415,7 +415,7 @@ def test_peak_memory_counts_what_lives_at_once():
 
 
 @pytest.mark.parametrize(("from_the_start", "peak"), [(False, 70), (True, 900)])
-def test_peak_memory_on_cuda_is_that_above_what_was_there(monkeypatch, from_the_start, peak):
+def test_peak_memory_on_cuda_excludes_earlier_allocations(monkeypatch, from_the_start, peak):
     """After the warm-up, unless a graph was captured in it."""
     memory = {"now": 30, "peak": 30}
 
@@ -484,7 +484,7 @@ def measured(method, mode, ratio, times=30):
     }
 
 
-def test_targets_are_judged_by_the_record():
+def test_targets_are_checked_against_the_record():
     rows = [
         measured("adahesscale", "eager", 1.21),
         measured("adahesscale-gn", "eager", 1.1),
@@ -512,7 +512,7 @@ def test_targets_are_judged_by_the_record():
     assert next(v for text, v in found.items() if "ensemble" in text).reached is True
 
 
-def test_a_later_record_counts_and_failures_are_told():
+def test_later_records_replace_earlier_ones_and_failures_are_shown():
     early, late = record_with([measured("adahesscale", "eager", 9)]), record_with([measured("adahesscale", "eager", 1)])
     assert targets.check_target(targets.TARGETS[0], [early, late]).reached is True
     failed = record_with([{"method": "adahesscale", "mode": "eager", "error": "it broke"}])
@@ -523,7 +523,7 @@ def test_a_later_record_counts_and_failures_are_told():
 
 
 @pytest.mark.parametrize(("quantity", "mode"), [("ratio", "compiled"), ("ratio_to_eager_adam", "eager")])
-def test_an_adam_that_fell_back_is_no_measure(quantity, mode):
+def test_no_target_is_checked_if_adam_fell_back(quantity, mode):
     target = targets.Target("cpu", "mlp-64", "compiled", "adahesscale", 1.0, quantity)
     rows = [measured("adam", "eager", 1), measured("adam", "compiled", 1), measured("adahesscale", "compiled", 0.5)]
     assert targets.check_target(target, [record_with(rows)]).reached is True
@@ -551,7 +551,7 @@ class TestGaussNewton:
         assert found.reached is None
         assert "ran as traced" in found.measured
 
-    def test_a_later_failure_is_told_beside_what_was_measured(self):
+    def test_a_later_failure_is_shown_with_the_measurement(self):
         full, gn = measured("adahesscale", "eager", 2), measured("adahesscale-gn", "eager", 1)
         failed = {"method": "adahesscale-gn", "mode": "eager", "error": "it broke"}
         found = self.judge(record_with([full, gn]), record_with([full, failed]))
@@ -566,7 +566,7 @@ class TestGaussNewton:
         assert found.measured.startswith("1.003 (1.003–1.003); 1.00 times Adam's time, within")
 
 
-def test_what_is_printed_is_on_the_side_of_the_limit_that_was_judged():
+def test_rounded_values_are_on_the_same_side_of_the_limit():
     for ratio, text, reached in (
         (1.204, "1.204", False),
         (1.2001, "1.2001", False),
@@ -598,7 +598,7 @@ def test_a_slope_needs_four_sizes():
     assert (found.measured, found.reached) == ("0.050, 0.0502 above Adam's", False)
 
 
-def test_too_few_rounds_are_not_judged():
+def test_targets_are_not_checked_with_too_few_rounds():
     found = targets.check_target(targets.TARGETS[0], [record_with([measured("adahesscale", "eager", 1.0, times=29)])])
     assert found.reached is None
     assert found.measured.endswith("29 rounds, 30 are needed")
@@ -631,7 +631,7 @@ def test_unknown_names_are_refused_with_the_known_ones(arguments, message, capsy
     assert message in capsys.readouterr().err
 
 
-def test_cuda_must_be_there(monkeypatch):
+def test_cuda_must_be_available(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="no CUDA device"):
         bench.run(bench.Settings(device="cuda"), quietly, "test")
@@ -759,7 +759,7 @@ class TestCommandLine:
             cli.main()
 
 
-def test_a_missing_package_is_named_with_the_extra_that_brings_it(monkeypatch):
+def test_a_missing_package_is_named_with_its_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "typer", None)
     monkeypatch.delitem(sys.modules, "hesscale.experiments.cli", raising=False)
     with pytest.raises(ModuleNotFoundError, match=r"needs typer: pip install .*\[experiments\]"):

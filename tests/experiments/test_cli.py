@@ -126,21 +126,21 @@ def test_a_sweep_asks_for_every_combination(invoke):
         (["explain", "json:loads"], "TypeError"),
     ],
 )
-def test_what_cannot_be_done_is_refused_by_name(invoke, words, told):
+def test_invalid_settings_are_named(invoke, words, told):
     result = invoke(*words)
     assert result.exit_code == 2, result.output
     assert told in words_of(result)
 
 
 @pytest.mark.usefixtures("no_processes")
-def test_a_run_that_fails_is_said_with_the_reason(invoke):
+def test_a_failed_run_is_reported_with_the_reason(invoke):
     result = invoke("quality", "--preset", "smoke", "--step-size", "1e300")
     assert result.exit_code == 1
     assert "a network diverged" in words_of(result)
     assert "failed" in words_of(invoke("runs"))
 
 
-def test_an_interrupted_command_says_how_to_go_on(invoke, monkeypatch):
+def test_an_interrupted_command_says_how_to_resume(invoke, monkeypatch):
     def interrupted(*_, **__):
         raise Interrupted("stopped; go on with: hesscale quality")
 
@@ -161,7 +161,7 @@ def test_a_damaged_run_is_named(invoke, tmp_path):
     assert "damaged" in words_of(invoke("runs"))
 
 
-def test_absent_data_is_named(invoke, tmp_path):
+def test_missing_data_is_named(invoke, tmp_path):
     result = invoke("quality", "--preset", "smoke", "--dataset", "mnist", "--workers", "1", "--data", "nowhere")
     assert result.exit_code == 2
     assert "hesscale data mnist" in words_of(result)
@@ -193,7 +193,7 @@ def test_runs_with_other_data_of_the_same_name_are_not_mixed_up(invoke, tmp_path
 
 
 @pytest.mark.usefixtures("no_processes", "no_figures")
-def test_a_failed_request_does_not_hide_what_was_done(invoke, tmp_path):
+def test_a_failed_command_does_not_hide_finished_runs(invoke, tmp_path):
     assert invoke(*SUPERVISED).exit_code == 0
     assert invoke(*SUPERVISED, "--batch", "5000").exit_code == 1  # more than there are images
     assert invoke("report", "--no-page").exit_code == 0

@@ -1,4 +1,4 @@
-"""The experiment on costs measures updates of every method, goes on where it was, and shows what was measured."""
+"""The experiment ``cost`` measures updates of every method, resumes, and reports the results."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_papers_setting():
         ({"most_layers": 0}, "the smallest network of the sweep over layers has more than 0 layers"),
     ],
 )
-def test_what_is_not_known_is_refused(changed, message):
+def test_unknown_names_are_refused(changed, message):
     with pytest.raises(ValueError, match=message):
         cost.tasks(dataclasses.replace(cost.Settings(), **changed))
 
@@ -150,7 +150,7 @@ def items_of(section):
     return {item.name: item for item in section.items}
 
 
-def test_averages_stand_beside_the_published_ones():
+def test_averages_are_shown_with_the_published_ones():
     points = [
         measured("layers", 2, {"adam": 1, "adahesscale": 3.0, "exact-h": "too slow"}),
         measured("layers", 1, {"adam": 1, "adahesscale": 2.0, "exact-h": 8.0}),
@@ -190,14 +190,14 @@ def test_findings_are_averages_of_steady_measurements():
     assert finding.figure == "layers-ratio"
 
 
-def test_ways_of_measuring_are_kept_apart():
+def test_different_settings_have_separate_sections():
     points = [measured("layers", size, {"adam": 1}, threads=threads) for threads in (1, 2) for size in (1, 2)]
     first, second = EXPERIMENT.sections(points)
     assert "2 threads" in second.text
     assert not items_of(first).keys() & items_of(second).keys()
 
 
-def test_other_methods_of_the_same_network_join_and_what_was_measured_stays():
+def test_measurements_of_the_same_network_are_merged():
     points = [measured("layers", 1, {"adam": 1, "bl89": 2.0}), measured("layers", 1, {"adam": 1, "bl89": "too slow", "sgd": 0.5})]
     (section,) = EXPERIMENT.sections(points)
     assert [row[:2] for row in items_of(section)["averages"].rows] == [

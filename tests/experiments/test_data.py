@@ -1,4 +1,4 @@
-"""Data sets: what is read is what was written, anything else is refused by name, downloads go on and are verified."""
+"""Data sets: files are read correctly, damaged files are named, and downloads resume and are verified."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_mnist(tmp_path, packed):
 
 
 @pytest.mark.parametrize(("name", "title"), [("emnist", "EMNIST (balanced)"), ("emnist47", "EMNIST-47 subset")])
-def test_emnist_stands_upright(tmp_path, name, title):
+def test_emnist_images_are_upright(tmp_path, name, title):
     write_idx(tmp_path, name)
     emnist = load(name, tmp_path)
     assert emnist.title == title
@@ -155,7 +155,7 @@ def test_emnist_stands_upright(tmp_path, name, title):
         ("cifar100", "cifar-100-python/train"),
     ],
 )
-def test_an_absent_file_is_named_with_what_to_do(tmp_path, name, file):
+def test_a_missing_file_is_named_with_what_to_do(tmp_path, name, file):
     with pytest.raises(DataError) as caught:
         load(name, tmp_path)
     assert f"{tmp_path / file} does not exist" in str(caught.value)
@@ -163,7 +163,7 @@ def test_an_absent_file_is_named_with_what_to_do(tmp_path, name, file):
     assert "HESSCALE_DATA" in str(caught.value)
 
 
-def test_what_cannot_be_downloaded_is_not_offered(tmp_path):
+def test_no_download_is_offered_where_there_is_none(tmp_path):
     with pytest.raises(DataError, match=r"emnist47-train-images-idx3-ubyte.gz does not exist; put it there"):
         load("emnist47", tmp_path)
     with pytest.raises(DataError, match="emnist47 cannot be downloaded"):
@@ -262,7 +262,7 @@ ARRAY = (b"numpy.core.multiarray\n_reconstruct", b"numpy\ndtype", b"U\x48" + byt
     [(0, b"numpy\ndtype"), (1, b"_codecs\nencode"), (2, b"K\x48"), (2, b"U\x00")],
     ids=["another call", "another type", "a number, of which bytearray makes zeros", "nothing"],
 )
-def test_what_is_not_quite_an_array_is_refused(tmp_path, place, other):
+def test_malformed_pickled_arrays_are_refused(tmp_path, place, other):
     write_cifar(tmp_path, pickle.dumps)
     path = tmp_path / "cifar-100-python/test"
     path.write_bytes(array_pickle(*ARRAY))
@@ -299,7 +299,7 @@ def attacks(mark: str) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("called", attacks(""))
 @pytest.mark.parametrize("inside", [False, True])
-def test_a_pickle_that_would_run_something_is_refused(tmp_path, called, inside):
+def test_pickles_that_call_functions_are_refused(tmp_path, called, inside):
     mark = tmp_path / "mark"
     attack = attacks(str(mark))[called]
     write_cifar(tmp_path, python_2_pickle)
@@ -311,7 +311,7 @@ def test_a_pickle_that_would_run_something_is_refused(tmp_path, called, inside):
     assert not mark.exists()
 
 
-def test_the_attacks_are_real(tmp_path):
+def test_the_refused_pickles_would_run_code(tmp_path):
     mark = tmp_path / "mark"
     for called in ("posix.system", "os.popen", "builtins.eval"):
         made = pickle.loads(attacks(str(mark))[called])
@@ -321,7 +321,7 @@ def test_the_attacks_are_real(tmp_path):
         mark.unlink()
 
 
-def test_what_arrays_need_is_noted_and_not_called():
+def test_calls_for_arrays_are_recorded_and_not_executed():
     encode = b"\x80\x02c_codecs\nencode\nU\x01xU\x05codec\x86R."
     with pytest.raises(LookupError):
         pickle.loads(encode)
@@ -385,10 +385,10 @@ def sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def test_a_download_that_broke_off_goes_on(server, tmp_path):
+def test_an_interrupted_download_resumes(server, tmp_path):
     server.files["file"], server.breaks = CONTENT, 50_000
     path, part = tmp_path / "below/file", tmp_path / "below/file.part"
-    with pytest.raises(DataError, match="50000 of 128000 bytes came") as caught:
+    with pytest.raises(DataError, match="only 50000 of 128000 bytes arrived") as caught:
         fetch(server.url("file"), path, sha256(CONTENT))
     assert f"run the same command to resume the download from {part}" in str(caught.value)
     assert part.read_bytes() == CONTENT[:50_000]
@@ -402,7 +402,7 @@ def test_a_download_that_broke_off_goes_on(server, tmp_path):
     assert [p.name for p in path.parent.iterdir()] == ["file"]
 
 
-def test_a_server_without_ranges_sends_it_all_again(server, tmp_path):
+def test_a_server_without_range_requests_restarts_the_download(server, tmp_path):
     server.files["file"], server.ranges = CONTENT, False
     (tmp_path / "file.part").write_bytes(CONTENT[:1000])
     seen = []
@@ -411,7 +411,7 @@ def test_a_server_without_ranges_sends_it_all_again(server, tmp_path):
     assert seen[-1] == ("file", 128_000, 128_000)
 
 
-def test_a_part_that_is_all_of_it_is_put_in_place(server, tmp_path):
+def test_a_complete_partial_file_is_moved_to_its_path(server, tmp_path):
     server.files["file"] = CONTENT
     (tmp_path / "file.part").write_bytes(CONTENT)
     fetch(server.url("file"), tmp_path / "file", sha256(CONTENT))
@@ -428,7 +428,7 @@ def test_a_wrong_checksum_is_refused(server, tmp_path, part):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_that_cannot_be_had_is_named(server, tmp_path):
+def test_a_file_that_cannot_be_downloaded_is_named(server, tmp_path):
     with pytest.raises(DataError, match=re.escape(f"{server.url('absent')} could not be downloaded (HTTP Error 404")) as caught:
         fetch(server.url("absent"), tmp_path / "file", sha256(CONTENT))
     assert str(caught.value).endswith(f"put the file at {tmp_path / 'file'} by hand")
@@ -438,7 +438,7 @@ def test_a_file_that_cannot_be_had_is_named(server, tmp_path):
 
 
 def offer(server: Server, monkeypatch, name: str, files: dict[str, bytes]) -> None:
-    """Let the server have the files of a set, in place of those who do."""
+    """Let the local server provide the files of a data set, in place of the official one."""
     server.files |= files
     remotes = []
     for remote in SOURCES[name].remotes:
@@ -447,7 +447,7 @@ def offer(server: Server, monkeypatch, name: str, files: dict[str, bytes]) -> No
     monkeypatch.setitem(SOURCES, name, dataclasses.replace(SOURCES[name], remotes=tuple(remotes)))
 
 
-def test_mnist_is_downloaded_without_touching_what_is_there(server, monkeypatch, tmp_path):
+def test_mnist_downloads_only_missing_files(server, monkeypatch, tmp_path):
     write_idx(tmp_path / "official", "mnist")
     files = {path.name: path.read_bytes() for path in (tmp_path / "official/MNIST/raw").iterdir()}
     offer(server, monkeypatch, "mnist", files)
@@ -511,7 +511,7 @@ def test_cifar_is_unpacked_from_its_archive(server, monkeypatch, tmp_path):
     assert len(server.asked) == 1
 
 
-def test_an_archive_that_is_another_or_lacks_a_file_is_refused(server, monkeypatch, tmp_path):
+def test_wrong_or_incomplete_archives_are_refused(server, monkeypatch, tmp_path):
     offer(server, monkeypatch, "cifar100", {"cifar-100-python.tar.gz": tarred({"cifar-100-python/train": b"x"})})
     archive = tmp_path / "cifar-100-python.tar.gz"
     archive.write_bytes(b"mine")
@@ -523,7 +523,7 @@ def test_an_archive_that_is_another_or_lacks_a_file_is_refused(server, monkeypat
         download("cifar100", tmp_path)
 
 
-def test_a_link_in_an_archive_is_no_file(tmp_path):
+def test_links_in_archives_are_refused(tmp_path):
     with tarfile.open(tmp_path / "archive.tar.gz", "w:gz") as archive:
         member = tarfile.TarInfo("link")
         member.type, member.linkname = tarfile.SYMTYPE, "/etc/passwd"
@@ -534,7 +534,7 @@ def test_a_link_in_an_archive_is_no_file(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["mnist", "emnist", "cifar100"])
-def test_what_is_downloaded_is_what_is_read(name):
+def test_downloaded_files_can_be_read(name):
     remotes = SOURCES[name].remotes
     assert all(re.fullmatch("[0-9a-f]{64}", remote.sha256) and remote.url.startswith("https://") for remote in remotes)
 

@@ -111,7 +111,7 @@ def test_networks_begin_as_linear_layers_do():
     assert not torch.equal(chosen[0], chosen[1])
 
 
-def test_an_epoch_has_every_example_once_in_an_order_of_its_own():
+def test_each_epoch_has_every_example_once_in_a_new_order():
     first, second = (dominance.epoch_order(TASK, epoch, 60) for epoch in (1, 2))
     assert first.sort(1).values.tolist() == second.sort(1).values.tolist() == [list(range(60))] * 2
     assert len({tuple(order.tolist()) for order in (*first, *second)}) == 4
@@ -214,7 +214,7 @@ def test_tasks_are_blocks_that_more_seeds_share():
         *[{"step_size": 0.0}, {"step_size": math.nan}, {"activation": "elu"}, {"dataset": "letters"}],
     ],
 )
-def test_settings_that_make_no_sense_are_refused_by_name(wrong):
+def test_invalid_settings_are_named(wrong):
     with pytest.raises(ValueError, match=f"^{next(iter(wrong))} must be"):
         EXPERIMENT.tasks(Settings(**wrong))
 
@@ -270,7 +270,7 @@ def test_sections_weigh_blocks_by_their_networks():
         check(item)
 
 
-def test_sections_keep_settings_apart_and_leave_out_hessians_that_are_zero():
+def test_sections_separate_settings_and_leave_out_zero_hessians():
     results = [result(0.5, 1.0), result(math.nan, 1.0, step_size=0.5), result(0.7, 1.0, step_size=0.5, first=5)]
     *found, _ = EXPERIMENT.sections(results)
     names = [item.name for section in found for item in section.items]

@@ -1,4 +1,4 @@
-"""``hesscale inspect`` writes a page and the numbers on it, before and after training."""
+"""``hesscale inspect`` writes a page and its numbers, before and after training."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_without_training_and_without_draws(inspected, tmp_path):
 
 
 @pytest.mark.parametrize("factory", ["once", "exhausted"])
-def test_a_loader_that_ends_cannot_train(inspected, factory):
+def test_a_loader_that_can_be_read_only_once_is_refused(inspected, factory):
     result = inspected(f"curvature_case:{factory}", "--steps", "5")
     assert result.exit_code != 0
     assert "read only once" in " ".join(result.output.replace("│", " ").split())
@@ -84,7 +84,7 @@ def test_a_loader_that_ends_cannot_train(inspected, factory):
     ("factory", "words"),
     [("curvature_case", "module:function"), ("curvature_case:incomplete", "loss_fn"), ("nowhere:f", "nowhere")],
 )
-def test_what_is_wrong_with_a_factory(inspected, factory, words):
+def test_errors_of_a_factory_are_reported(inspected, factory, words):
     result = inspected(factory)
     assert result.exit_code != 0
     assert words in " ".join(result.output.replace("│", " ").split())

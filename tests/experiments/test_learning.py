@@ -1,4 +1,4 @@
-"""Optimizers learn digits in a stated number of steps, the benchmark that compares them runs, docs/convergence.md is right."""
+"""Optimizers learn digits in a stated number of steps, the benchmark runs, and the bounds of docs/convergence.md hold."""
 
 from __future__ import annotations
 

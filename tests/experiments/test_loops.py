@@ -1,4 +1,4 @@
-"""The benchmark of other people's training loops measures what it says."""
+"""The benchmark of training loops of other libraries."""
 
 from __future__ import annotations
 

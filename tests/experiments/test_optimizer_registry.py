@@ -46,7 +46,7 @@ def test_old_names_are_read_as_aliases():
         IMAGE_OPTIMIZERS["nothing"]
 
 
-def test_networks_of_agents_have_an_adam_that_skips_steps_and_images_have_that_of_torch():
+def test_agents_use_our_adam_and_images_use_that_of_torch():
     weight = torch.zeros(2, requires_grad=True)
     assert type(AGENT_OPTIMIZERS["adam"].make([weight], 0.1)) is hesscale.Adam
     assert type(IMAGE_OPTIMIZERS["adam"].make([weight], 0.1)) is torch.optim.Adam

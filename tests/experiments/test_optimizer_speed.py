@@ -1,4 +1,4 @@
-"""The benchmark of optimizers on the tasks of ``hesscale optimizers`` measures what it says."""
+"""The benchmark of optimizers on the tasks of ``hesscale optimizers``."""
 
 from __future__ import annotations
 

@@ -214,12 +214,12 @@ def test_options_reach_the_optimizer():
         ({"device": "tpu"}, "device='tpu' is not one of auto"),
     ],
 )
-def test_what_is_not_known_is_refused(changed, message):
+def test_unknown_names_are_refused(changed, message):
     with pytest.raises(ValueError, match=message):
         tasks(**changed)
 
 
-def test_a_batch_must_be_there_to_be_had():
+def test_a_batch_larger_than_the_data_is_refused():
     with pytest.raises(ValueError, match="a batch of 5000 is larger than the 1200 training examples"):
         training(batch=5000)
 
@@ -280,7 +280,7 @@ def test_texts_are_tuned_by_loss():
     assert math.isnan(section.items[1].series[0].y[2])
 
 
-def test_a_seed_that_diverged_counts_as_nothing_right():
+def test_a_seed_that_diverged_counts_as_accuracy_0():
     results = [
         *(trained("adam", 1e-3, seed, validation=0.5, test=0.5) for seed in (0, 1)),
         trained("adam", 1e-2, 0, validation=0.9, test=0.9),
@@ -314,7 +314,7 @@ def test_ahead_and_behind_is_by_two_standard_errors():
     assert (other["ahead of Adam"], other["tasks compared"]) == ("–", "0")
 
 
-def test_findings_count_tasks_and_name_who_needs_no_tuning():
+def test_findings_count_tasks_and_name_untuned_optimizers():
     results = []
     for name, values in {"digits-tanh": (0.9, 0.92), "digits-relu": (0.7, 1.0), "digits-vit": (0.4, 0.4)}.items():
         results += [*scores("adam", (0.8, 0.82), task=name), *scores("adahesscale", values, task=name)]
@@ -337,7 +337,7 @@ def test_findings_count_tasks_and_name_who_needs_no_tuning():
 @pytest.mark.parametrize(
     ("dead", "columns"), [("adam", ("1: char-gpt", "0")), ("sgd", ("0", "1: char-gpt")), ("both", ("0", "0"))]
 )
-def test_of_texts_who_diverged_is_behind(dead, columns):
+def test_on_texts_a_diverged_optimizer_is_behind(dead, columns):
     results = [
         trained(name, 1e-3, seed, task="char-gpt", diverged=3 if seed and dead in (name, "both") else None)
         for name in ("sgd", "adam")

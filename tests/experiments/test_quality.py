@@ -30,7 +30,7 @@ def generators(purpose=0):
 
 @pytest.fixture
 def at():
-    """Networks with weights large enough to bend."""
+    """Networks with weights that are large enough for curvature."""
     layers = [(2 * weight, 2 * bias) for weight, bias in methods.initial(SIZES, generators())]
     inputs = torch.randn(NETWORKS, 1, SIZES[0], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return methods.propagate(layers, inputs, torch.tensor([2, 0, 1]))
@@ -98,7 +98,7 @@ def test_the_exact_diagonal(at, k):
         ("g²", "squared_gradient"),
     ],
 )
-def test_methods_without_chance(at, k, method, theirs):
+def test_deterministic_methods(at, k, method, theirs):
     found = expanded(at, k, all_structured(at), methods.STRUCTURED.index(method))
     assert_same(found, of_library(at, k, theirs))
 
@@ -196,7 +196,7 @@ def test_quirks_of_adahessian(at, monkeypatch):
 
 
 def test_quirks_of_bl89(at):
-    """Zero in the last layer; below, only what activations bend."""
+    """Zero in the last layer; below, only the curvature of activations."""
     found = methods.bl89(at, "authors")
     assert (found[-1] == 0).all()
     torch.testing.assert_close(found[-2], at.bend[-1])
@@ -236,7 +236,7 @@ def test_begins_as_linear_does():
 
 
 class Recorder:
-    """A run that keeps what it is told, and breaks off after so many steps."""
+    """A run that stores its checkpoints, and stops after a number of steps."""
 
     def __init__(self, state=None, breaks_after=math.inf):
         self.state, self.breaks_after, self.saved, self.logged = state, breaks_after, None, {}
@@ -317,7 +317,7 @@ def test_errors_are_those_of_training_with_the_library(tiny, standardize):
     torch.testing.assert_close(values["to_ggn"][0, :, [0, -1]], to_ggn / task.examples, rtol=1e-6, atol=1e-12)
 
 
-def test_each_step_and_network_draws_afresh(monkeypatch):
+def test_each_step_and_network_has_new_random_draws(monkeypatch):
     seen = []
     draw = methods.draw_labels
     monkeypatch.setattr(methods, "draw_labels", lambda at, random: seen.extend(map(state_of, random)) or draw(at, random))
@@ -329,8 +329,8 @@ def state_of(random):
     return tuple(random.bit_generator.state["state"]["state"].tolist())
 
 
-def test_bl89_of_the_authors_is_another_networks():
-    """One with weights of its own that learns the same examples."""
+def test_authors_bl89_belongs_to_another_network():
+    """A network with other weights that is trained on the same examples."""
     task = dataclasses.replace(SMALL, quirks="authors")
     ours, theirs = (quality.run(given, Recorder(), None)["errors"] for given in (SMALL, task))
     changed = [i for i, name in enumerate(methods.METHODS) if not torch.equal(ours[:, :, i], theirs[:, :, i])]

@@ -46,7 +46,7 @@ def two_nodes():
 
 
 @pytest.mark.slow
-def test_all_become_of_what_they_should(tmp_path, two_nodes):
+def test_every_kind_of_task_ends_as_expected(tmp_path, two_nodes):
     """One that is fine, one half done, one that raises, one whose worker dies once, and one in use elsewhere."""
     fine, half, raises, dies_once, busy = [
         as_task(Task(seed, fault=fault)) for seed, fault in enumerate(("", "", "raise", "die once", ""))
@@ -150,7 +150,7 @@ def test_slices_of_work_end_with_the_same_numbers(tmp_path):
     assert numbers(store, task) == numbers(Store(tmp_path / "alone"), task)
 
 
-def test_files_of_a_run_killed_while_it_wrote(tmp_path):
+def test_files_of_a_run_that_was_killed_while_writing(tmp_path):
     """What is sent has been put right, and no journal is left that would be played back over what returns."""
     store, task = Store(tmp_path), as_task(Task(0))
     with pytest.raises(Pause):
@@ -177,7 +177,7 @@ def test_files_of_a_run_killed_while_it_wrote(tmp_path):
     assert len(whole) == len(files["run.sqlite"])
 
 
-def test_files_put_in_the_order_that_may_be_interrupted(tmp_path, monkeypatch):
+def test_files_are_written_in_an_order_that_tolerates_interruption(tmp_path, monkeypatch):
     """With the new database and the old checkpoint a run goes on from the latter."""
     task = as_task(Task(0))
     here, there = Store(tmp_path / "here", seconds=0), Store(tmp_path / "there", seconds=0)

@@ -1,4 +1,4 @@
-"""Reports: figures as files and on a page, tables, a summary, and what is said of runs that are not there."""
+"""Reports: figures as files and on a page, tables, a summary, and missing runs."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class TestFiles:
             "shown": {},
         }
 
-    def test_names_that_clash(self, tmp_path):
+    def test_duplicate_names_are_refused(self, tmp_path):
         twice = [Account("a", "a", sections=[Section("s", items=[Plot("x y", "", []), Plot("X-y", "", [])])])]
         with pytest.raises(ValueError, match="a has more than one figure or table named a-x-y"):
             write_report(twice, tmp_path)
@@ -132,7 +132,7 @@ class TestEarlier:
         add_baseline(account, summary)
         return [(plot, plot.series[: before[plot.name]], plot.series[before[plot.name] :]) for plot in account.plots]
 
-    def test_what_was_shown_is_drawn_as_it_was(self, folder):
+    def test_earlier_series_are_drawn_as_before(self, folder):
         """Beside the same with other numbers: the same points, and bars, dots and colours as before."""
         summary = json.loads((folder / "summary.json").read_text())
         for account in accounts()[:2]:
@@ -149,7 +149,7 @@ class TestEarlier:
                     assert (a.low is None) == (b.low is None)
                 lay_out(plot)
 
-    def test_the_same_again_is_not_shown_twice(self, folder):
+    def test_identical_results_are_shown_once(self, folder):
         account = accounts()[1]
         summary = json.loads((folder / "summary.json").read_text())["cost"]
         summary["settings"] = account.settings
@@ -183,7 +183,7 @@ class TestEarlier:
         add_baseline(account, {"command": account.command, "settings": account.settings, "commit": "older", "shown": shown})
         assert account.baselines[0]["commit"] == "older"
 
-    def test_what_other_settings_gave_is_called_earlier(self):
+    def test_results_of_other_settings_are_labelled_earlier(self):
         account = accounts()[1]
         account.settings = {"seed": "0, 1", "task": "x"}
         shown = {"costs": {"header": ["method", "ms"], "rows": [["c", "3"]]}}
@@ -224,7 +224,7 @@ class TestEarlier:
             {"shown": {"t": {"header": ["a", 1], "rows": []}}},
         ],
     )
-    def test_what_is_no_summary_is_refused(self, change, tmp_path):
+    def test_invalid_summaries_are_refused(self, change, tmp_path):
         path = tmp_path / "summary.json"
         path.write_text(json.dumps({"a": {"command": "c", "shown": {}}}))
         read_summary(tmp_path)
@@ -238,7 +238,7 @@ def page_with(folder, *sections):
 
 
 class TestPage:
-    def test_is_whole(self, folder):
+    def test_is_self_contained(self, folder):
         """One file, which reads nothing else and links to the other files of the report."""
         page = (folder / "index.html").read_text()
         assert len(page) < 400_000
@@ -271,13 +271,13 @@ class TestPage:
         assert {"quality", "quality-1", "quality-2", "cost", "cost-1", "empty"} <= set(ids)
         assert set(re.findall(r'(?:href="|url\()#([^")]*)', page)) <= set(ids)
 
-    def test_what_is_missing_is_said(self, folder):
+    def test_missing_runs_are_reported(self, folder):
         page = (folder / "index.html").read_text()
         assert '<div class="problem"><p>3 of 4 runs finished.</p><ul><li>x is damaged</li></ul></div>' in page
         assert '<div class="problem"><p>0 of 2 runs finished; 2 not started.</p></div>' in page
         assert "Dashes are medians. 2 of 80 points are not finite, or not positive on a logarithmic axis, and not drawn." in page
 
-    def test_labels_stay_labels(self, tmp_path):
+    def test_labels_are_not_formatted(self, tmp_path):
         label = "</script><script>alert(1)</script>\" onload='x'"
         plot = Plot("p", label, [Series(label, [1], [1]), Series("b", [1], [1])])
         page = page_with(tmp_path, Section(label, label, [plot], [Finding(label, "p")]))
@@ -335,18 +335,18 @@ class TestFindings:
         assert header.count("<svg") == 2
         assert "<details open" not in page
 
-    def test_experiments_take_turns(self, tmp_path):
+    def test_every_experiment_has_findings_at_the_top(self, tmp_path):
         accounts = [Account(name, name, sections=[self.section(name, 3)]) for name in "xyz"]
         page = write_report(accounts, tmp_path).read_text()
         found = re.findall(r"<li>(. finding .)", page.split("</header>")[0])
         assert found == ["x finding 0", "x finding 1", "y finding 0", "y finding 1", "z finding 0"]
 
-    def test_where_nothing_was_found_nothing_is_folded(self, tmp_path):
+    def test_sections_are_expanded_without_findings(self, tmp_path):
         page = page_with(tmp_path, self.section("x", 0))
         assert '<details id="a-1" open>' in page
         assert "findings" not in page.split("</style>")[-1]
 
-    def test_they_are_in_the_tables_and_the_summary(self, tmp_path):
+    def test_findings_are_in_the_tables_and_the_summary(self, tmp_path):
         page_with(tmp_path, self.section("x", 2))
         texts = [f"x finding {number} of `code`." for number in range(2)]
         assert json.loads((tmp_path / "summary.json").read_text())["a"]["findings"] == texts
@@ -369,7 +369,7 @@ class TestFindings:
 
 
 class TestAxes:
-    """What a run that diverged does to the axis: nothing, and it is said."""
+    """A run that diverged does not change the limits of the axis, and a note says so."""
 
     steps = np.arange(1, 21)
 
@@ -387,7 +387,7 @@ class TestAxes:
         assert largest < found.high < 1e3 * largest
         assert found.notes == ["Cut off above the axis: BL89 (to 1e28)."]
 
-    def test_returns_fall(self):
+    def test_worse_returns_are_cut_off(self):
         plot = self.lines("down", y=-(10.0**self.steps))
         found = lay_out(plot)
         assert -30 < found.low < 0.5
@@ -401,8 +401,8 @@ class TestAxes:
         assert 12 < found.high < 1e4
         assert found.notes == [f"Cut off {side} the axis: the band of BL89." for side in ("above", "below")]
 
-    def test_what_must_be_seen(self):
-        """Adam, which at large step sizes has the score of an untrained agent, stays in sight, and a run far below does not."""
+    def test_kept_values_are_not_cut_off(self):
+        """Adam, which has the score of an untrained agent at large step sizes, is shown, and a run far below is cut off."""
         series = [Series("Scaled Adam", [1, 2, 3], [0.9, 0.95, 0.95]), Series("Adam", [1, 2, 3], [0.9, 0.0, -0.1])]
         plot = Plot("p", "", series, worse="down", kept=(0, 1))
         assert lay_out(plot).low is None
@@ -420,11 +420,11 @@ class TestAxes:
 
     @pytest.mark.parametrize("worse", ["", "up", "down"])
     @pytest.mark.parametrize("log_y", [False, True])
-    def test_other_axes_stay_whole(self, worse, log_y):
+    def test_other_axes_are_not_cut_off(self, worse, log_y):
         found = lay_out(self.lines(worse, log_y, y=15.0 / self.steps, low=14.0 / self.steps, high=18.0 / self.steps))
         assert (found.low, found.high, found.notes) == (None, None, [])
 
-    def test_the_file_has_the_axis(self):
+    def test_the_svg_file_has_the_limits_of_the_axes(self):
         axes = draw_plot(self.lines("up", y=10.0**self.steps), None).axes[0]
         assert axes.get_ylim()[1] < 100
 
@@ -458,25 +458,25 @@ class TestMarks:
         assert [mark.x.tolist() for mark in drawn] == [[0], [1]]
         assert not any(mark.in_legend or mark.medians for mark in drawn)
 
-    def test_dots_with_places_of_their_own_stay_there(self):
+    def test_dots_with_fractional_x_are_not_moved(self):
         series = [Series("a", [0.2, 1, 1, 1], [1, 2, 3, 4], kind="dots"), Series("b", [0, 1], [1, 2], kind="dots")]
         drawn = lay_out(Plot("p", "", series, categories=["x", "y"])).marks
         assert [mark.x.tolist() for mark in drawn] == [[0.2, 1, 1, 1], [0, 1]]
         assert not drawn[0].medians
 
-    def test_a_label_stands_in_the_legend_once(self):
+    def test_a_label_is_in_the_legend_once(self):
         series = [Series(label, [0, 1], [1, 2], kind=kind) for label in "ab" for kind in ("dots", "line")]
         drawn = lay_out(Plot("p", "", series, categories=["x", "y"])).marks
         assert [mark.in_legend for mark in drawn] == [True, False, True, False]
         assert [mark.colour for mark in drawn] == [COLOURS[0], COLOURS[0], COLOURS[1], COLOURS[1]]
 
-    def test_bars_stand_side_by_side(self):
+    def test_bars_are_side_by_side(self):
         first, second = lay_out(Plot("p", "", [Series(name, [10, 20], [1, 2], kind="bars") for name in "ab"])).marks
         edges = [mark.x[number] + side * mark.width / 2 for number in (0, 1) for mark in (first, second) for side in (-1, 1)]
         assert edges == sorted(edges)
         assert ((first.x + second.x) / 2).tolist() == [10, 20]
 
-    def test_what_cannot_be_drawn_is_counted(self):
+    def test_points_that_cannot_be_drawn_are_counted(self):
         plot = Plot("p", "", [Series("a", [0, 1, 2, 3], [1, 0, -1, np.nan]), Series("b", [1], [2], kind="dots")], log_y=True)
         found = lay_out(plot)
         np.testing.assert_array_equal(found.marks[0].y, [1, np.nan, np.nan, np.nan])
@@ -508,9 +508,9 @@ class TestMarks:
     @pytest.mark.parametrize(
         ("item", "message"),
         [
-            (Plot("p", "", [Series("a", [1], [1], kind="pie")]), "plot p, series a: kind 'pie' is none of line, dots, bars"),
+            (Plot("p", "", [Series("a", [1], [1], kind="pie")]), "plot p, series a: kind 'pie' is not one of line, dots, bars"),
             (Plot("p", "", [Series("a", [1, 2], [1])]), "differ in length"),
-            (Plot("p", "", [Series("a", [1], [1], [0])]), "low and high come together"),
+            (Plot("p", "", [Series("a", [1], [1], [0])]), "low needs high, and high needs low"),
             (Plot("p", "", [Series("a", [1], [1], [2], [0])]), "low is above high"),
             (Plot("p", "", [Series("a", [2], [1])], categories=["x", "y"]), "x is not within a category, 0 to 1"),
             (Plot("p", "", [Series("a", [np.nan], [1])], categories=["x", "y"]), "x is not within a category, 0 to 1"),
@@ -520,7 +520,7 @@ class TestMarks:
             (Table("t", "", ["a", "b"], [["1"]]), "table t: every row needs 2 cells"),
         ],
     )
-    def test_what_cannot_be_shown_is_refused(self, item, message, tmp_path):
+    def test_invalid_items_are_refused(self, item, message, tmp_path):
         with pytest.raises(ValueError, match=message):
             write_report([Account("a", "a", sections=[Section("s", items=[item])])], tmp_path)
         if not isinstance(item, Table):

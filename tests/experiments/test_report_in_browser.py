@@ -1,4 +1,4 @@
-"""The page of a report in chromium: figures are drawn, switches work, nothing complains or is fetched."""
+"""The page of a report in Chromium: figures are drawn, switches work, there are no errors and no requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A2C and PPO: advantages, losses and normalisers by slow references; agents that learn, resume, and say what is wrong."""
+"""A2C and PPO: advantages, losses and normalization against slow references; training, resuming, and errors."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ class Fixed:
 STILL = Fixed(np.zeros(2, np.float32))
 
 
-def test_rollouts_keep_what_came_next_before_a_reset():
+def test_rollouts_store_next_observations_before_a_reset():
     envs = VectorEnv(TOY, [0], normalize=False)
     found = envs.collect(STILL, 30)
     lengths = [10, 7, 10]  # truncated, terminated, truncated
@@ -152,7 +152,7 @@ def test_rollouts_keep_what_came_next_before_a_reset():
     assert envs.finished == [[(55.0, 10), (28.0, 7), (55.0, 10)]]
 
 
-def test_observations_are_normalised_as_gymnasium_does():
+def test_observations_are_normalized_as_in_gymnasium():
     envs, other = VectorEnv("CartPole-v1", [3]), gymnasium.wrappers.NormalizeObservation(gymnasium.make("CartPole-v1"))
     observation, _ = other.reset(seed=3)
     for k in range(100):
@@ -164,7 +164,7 @@ def test_observations_are_normalised_as_gymnasium_does():
     assert len(envs.finished[0]) > 1
 
 
-def test_models_that_are_outdated_are_not_spoken_of(capfd):
+def test_warnings_about_deprecated_models_are_silenced(capfd):
     pytest.importorskip("mujoco")
     VectorEnv("HalfCheetah-v5", [0, 1])
     assert "deprecated" not in "".join(capfd.readouterr())
@@ -181,8 +181,8 @@ def test_rewards_are_divided_by_the_deviation_of_discounted_returns():
         assert rewards[t] == pytest.approx(min(raw / math.sqrt(variance + 1e-8), 10), rel=1e-4)
 
 
-def test_rewards_may_be_normalised_as_gymnasium_does():
-    """Which goes on with a discounted return where an episode was truncated."""
+def test_rewards_can_be_normalized_as_in_gymnasium():
+    """It does not reset the discounted return when an episode is truncated."""
     rewards = VectorEnv(TOY, [0], gamma=0.9, reset_returns=False).collect(STILL, 27).rewards[0]
     other = gymnasium.wrappers.NormalizeReward(gymnasium.make(TOY), gamma=0.9)
     other.reset(seed=0)
@@ -230,7 +230,7 @@ def agents():
 
 
 @pytest.mark.parametrize("agent", list(agents()), ids=["gaussian", "shared", "categorical"])
-def test_losses_have_the_gradients_of_those_written_out(agent):
+def test_losses_have_the_gradients_of_plain_formulas(agent):
     observations, actions, advantages, _, old = batch(agent)
     if isinstance(agent, Categorical):
         log_prob = D.Categorical(logits=agent.logits(observations)).log_prob(actions)
@@ -269,7 +269,7 @@ def test_actions_are_drawn_from_the_policy(agent):
 
 @pytest.mark.parametrize("backend", ["eager", "traced"])
 @pytest.mark.parametrize("count", [1, 3])
-def test_a_batch_of_agents_sees_what_its_agents_have_learned(count, backend):
+def test_an_agent_batch_uses_the_current_weights(count, backend):
     learning = A2C([dataclasses.replace(CONFIG, seed=seed, backend=backend) for seed in range(count)])
     for _ in range(3):
         learning.iterate()
@@ -328,7 +328,7 @@ def test_trust_radii_adapt_to_the_divergence_from_the_old_policy(monkeypatch):
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_compiled_step_takes_the_radius_that_has_adapted(count):
+def test_a_compiled_step_uses_the_adapted_radius(count):
     found = []
     for backend in ("eager", "traced"):
         learning = PPO([dataclasses.replace(ADAPTING, target_kl=1.0, seed=seed, backend=backend) for seed in range(count)])
@@ -461,7 +461,7 @@ RUNS = {
     "name",
     ["a2c", "random", "cleanrl", "kl", "eager", "dog", "prodigy", "schedule-free", pytest.param("ppo", marks=pytest.mark.slow)],
 )
-def test_a_resumed_run_is_as_if_never_stopped(tmp_path, monkeypatch, name, stops):
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, monkeypatch, name, stops):
     if "Pendulum" in RUNS[name]["env"]:
         pytest.importorskip("mujoco")
     if name in PACKAGES:
@@ -514,7 +514,7 @@ def check_alike(found, expected):
 @pytest.mark.parametrize(
     "name", ["a2c", "cleanrl", "eager", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ppo", "sigma"))]
 )
-def test_agents_that_learn_together_become_what_each_does_alone(tmp_path, monkeypatch, name):
+def test_agents_trained_together_equal_agents_trained_alone(tmp_path, monkeypatch, name):
     monkeypatch.setattr(rl, "POINTS", 4)
     first = dataclasses.replace(CONFIG, **TOGETHER[name])
     own = [{"seed": 0}, {"seed": 1, "step_size": 3e-3, "trust_radius": 1e-6, "eps": 1e-4}]
@@ -527,7 +527,7 @@ def test_agents_that_learn_together_become_what_each_does_alone(tmp_path, monkey
     assert policies[0].keys() == policies[1].keys()
 
 
-def test_agents_that_were_stopped_at_other_steps_go_on(tmp_path, monkeypatch):
+def test_agents_stopped_at_different_steps_resume(tmp_path, monkeypatch):
     monkeypatch.setattr(rl, "POINTS", 4)
     monkeypatch.setattr(rl, "CHECKPOINT_SECONDS", -1.0)
     configs = [dataclasses.replace(CONFIG, seed=seed) for seed in range(3)]
@@ -546,7 +546,7 @@ def test_agents_that_were_stopped_at_other_steps_go_on(tmp_path, monkeypatch):
         check_alike(result, expected)
 
 
-def test_one_that_diverges_leaves_the_others_alone(tmp_path):
+def test_a_diverged_agent_does_not_affect_the_others(tmp_path):
     fine = dataclasses.replace(CONFIG, optimizer="adam", env="CartPole-v1", steps=60)
     wild = dataclasses.replace(fine, step_size=1e38)
     found, gone = together(tmp_path / "both", [fine, wild])
@@ -568,7 +568,7 @@ def diverge(learning, k):
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("traced", marks=pytest.mark.slow)])
-def test_an_agent_that_diverged_stays_as_it_was(backend):
+def test_the_policy_of_a_diverged_agent_is_kept(backend):
     learning = A2C([dataclasses.replace(CONFIG, seed=seed, backend=backend) for seed in range(2)])
     learning.iterate()
     learning.iterate()
@@ -593,7 +593,7 @@ def test_an_agent_that_diverged_stays_as_it_was(backend):
 
 
 @pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_what_is_loaded_counts_also_for_those_that_have_learned(count):
+def test_loading_a_state_replaces_that_of_trained_agents(count):
     learning, other = (A2C([dataclasses.replace(CONFIG, seed=seed, backend="traced") for seed in range(count)]) for _ in range(2))
     learning.iterate()
     states = copy.deepcopy([learning.state(k) for k in range(count)])
@@ -610,7 +610,7 @@ def test_what_is_loaded_counts_also_for_those_that_have_learned(count):
         torch.testing.assert_close(*states, rtol=0, atol=0)
 
 
-def test_a_checkpoint_holds_nothing_of_other_agents():
+def test_a_checkpoint_contains_only_one_agent():
     learning = A2C([dataclasses.replace(CONFIG, seed=seed, backend="traced") for seed in range(3)])
     learning.iterate()
     learning.iterate()
@@ -628,12 +628,12 @@ def test_actions_are_not_drawn_with_the_numbers_of_the_environment():
     assert not np.isin(numbers, env.unwrapped.np_random.random(200)).any()
 
 
-def test_agents_that_differ_in_more_cannot_learn_together():
+def test_agents_with_other_differences_cannot_be_trained_together():
     with pytest.raises(ValueError, match="differ only in seed, step_size, eps, trust_radius"):
         A2C([CONFIG, dataclasses.replace(CONFIG, optimizer="adam")])
 
 
-def test_a_run_depends_on_its_seed_alone(tmp_path):
+def test_a_run_depends_only_on_its_seed(tmp_path):
     first, same = (done(tmp_path / name, CONFIG)[0] for name in "ab")
     torch.manual_seed(5)
     np.random.seed(5)
@@ -733,7 +733,7 @@ def test_curves_hold_the_last_return_of_a_seed():
     assert {step: at.mean for step, at in found.items()} == {20: 2.0, 30: 2.0}
 
 
-def test_the_end_of_an_episode_that_is_cut_off_is_worth_its_state_unless_it_is_taken_for_over():
+def test_truncated_episodes_bootstrap_or_count_as_terminated():
     """Episodes of ten and seven steps with rewards 1 and values 0.5 everywhere; the second one terminates."""
     ended, terminated = np.zeros((2, 1, 20), bool)
     ended[0, [9, 16]], terminated[0, 16] = True, True
@@ -752,7 +752,7 @@ def test_the_end_of_an_episode_that_is_cut_off_is_worth_its_state_unless_it_is_t
     assert learning[0].batch[3][0, -1] != learning[1].batch[3][0, -1]
 
 
-def test_videos_are_of_the_first_seeds_and_made_once(tmp_path, monkeypatch):
+def test_videos_are_made_once_for_seed_0(tmp_path, monkeypatch):
     from hesscale.experiments.rl import evaluate
 
     def film(policy, path):
@@ -773,7 +773,7 @@ def test_videos_are_of_the_first_seeds_and_made_once(tmp_path, monkeypatch):
     assert list(rl.film(rl.Settings(video=True), directories)) == [other]
 
 
-def test_cleanrl_shares_sigma_clips_gradients_and_lets_the_step_size_fall(monkeypatch):
+def test_cleanrl_shares_sigma_clips_gradients_and_anneals_the_step_size(monkeypatch):
     norms = []
     step = CurvatureOptimizer.step_once
 
@@ -807,7 +807,7 @@ def test_gradients_are_clipped_as_torch_clips_them(size):
     assert weights[2].grad is None
 
 
-def test_each_part_of_cleanrl_can_be_had_alone():
+def test_each_part_of_cleanrl_can_be_used_alone():
     def learning(protocol):
         return PPO([dataclasses.replace(CONFIG, algo="ppo", protocol=protocol, rollout=8, minibatches=2, epochs=1)])
 
@@ -833,7 +833,7 @@ def test_each_part_of_cleanrl_can_be_had_alone():
 
 
 @pytest.mark.parametrize("name", PACKAGES)
-def test_an_optimizer_of_another_package_takes_its_own_steps(name):
+def test_optimizers_of_other_packages_make_their_own_steps(name):
     module, kind, _ = PACKAGES[name]
     package = pytest.importorskip(module)
     learning = A2C([dataclasses.replace(CONFIG, optimizer=name, step_size=1.0)])
@@ -892,8 +892,8 @@ def test_unknown_names_are_refused_with_close_ones():
         (rl.Settings(protocol="mine"), "protocol must be paper or cleanrl, .* it is 'mine'"),
         (rl.Settings(protocol="paper+sigmas"), "a part: sigma, gradients, anneal, values, rewards"),
         (rl.Settings(step_size="x"), "a number, not 'x'"),
-        (rl.Settings(optimizer="@1e-3"), "'@1e-3' is not of the form name or name@step size"),
-        (rl.Settings(optimizer="adam@"), "'adam@' is not of the form name or name@step size"),
+        (rl.Settings(optimizer="@1e-3"), "'@1e-3' must be a name, or name@step_size"),
+        (rl.Settings(optimizer="adam@"), "'adam@' must be a name, or name@step_size"),
         (rl.Settings(env=","), "env names no environment"),
         (rl.Settings(steps=0), "steps must be at least 1, not 0"),
         (rl.Settings(eps=-1.0), "eps must be at least 0, not -1.0"),
@@ -919,7 +919,7 @@ def test_an_optimizer_may_have_a_step_size_of_its_own():
         ({"observations": gymnasium.spaces.Dict({})}, "has observations of Dict, but the networks here need a Box"),
     ],
 )
-def test_spaces_that_no_network_fits_are_named(options, message):
+def test_unsupported_spaces_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         A2C([dataclasses.replace(CONFIG, env=register("hesscale-test/Odd-v0", **options))])
 
@@ -1030,6 +1030,6 @@ def test_options_out_of_range_are_refused_by_name(changed, message):
         rl.tasks(rl.Settings(**changed))
 
 
-def test_options_of_ppo_do_not_make_other_runs_of_a2c():
+def test_a2c_runs_do_not_depend_on_options_of_ppo():
     asked = rl.tasks(rl.Settings(algo="a2c,ppo", optimizer="adam", seeds=1, clip=0.1, epochs=4, gamma=0.95))
     assert [(task.algo, task.clip, task.epochs, task.gamma) for task in asked] == [("a2c", 0.2, 0, 0.95), ("ppo", 0.1, 4, 0.95)]

@@ -1,4 +1,4 @@
-"""The benchmarks of environments and of agents measure what they say, and keep what is missing in their tables."""
+"""The benchmarks of environments and of agents: measurements, and missing packages in their tables."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def small(rl_speed, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["HalfCheetah-v5", "Hopper-v5", "InvertedDoublePendulum-v5"])
-def test_the_simulator_alone_goes_where_the_environments_go(environments, name):
+def test_the_simulator_follows_the_same_states_as_the_environments(environments, name):
     course = environments.record(name, 2, 150)
     assert any(course.resets) == (name != "HalfCheetah-v5")
     loop, simulator = environments.Loop(course), environments.Simulator(course)
@@ -66,7 +66,7 @@ def test_the_simulator_alone_goes_where_the_environments_go(environments, name):
 
 
 @pytest.mark.parametrize("way", ["unwrapped", "sync", "ours"])
-def test_all_ways_go_through_the_same_course(environments, way):
+def test_all_implementations_go_through_the_same_states(environments, way):
     course = environments.record("InvertedDoublePendulum-v5", 2, 20)
     loop, case = environments.Loop(course), environments.WAYS[way].make(course)
     loop.run()
@@ -179,7 +179,7 @@ def test_all_take_the_same_steps_with_the_same_networks(small, algo):
     assert isinstance(theirs.model.policy.optimizer, torch.optim.Adam)
 
 
-def test_without_stable_baselines3_that_is_said(small, tmp_path, monkeypatch):
+def test_missing_stable_baselines3_is_reported(small, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "stable_baselines3", None)
     rows = small.measured("a2c", "CartPole-v1", ["adam"], [1], 1)
     assert "stable-baselines3 is not installed" in rows[0]["error"]

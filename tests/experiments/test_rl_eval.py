@@ -1,4 +1,4 @@
-"""Learned policies are played as they were trained, from runs that ended or did not, with tables and videos of what they do."""
+"""Evaluation of trained policies, from finished and unfinished runs, with tables and videos."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TOY = "hesscale-test/Drift-v0"
 
 
 class Drift(gymnasium.Env):
-    """A point that actions push about on a plane; an episode ends when it is far away. Drawn as a grey that grows lighter."""
+    """A point on a plane that actions move. An episode ends when it is far away. Frames are grey and become lighter."""
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 120}  # noqa: RUF012
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (2, 1), np.float64)
@@ -105,7 +105,7 @@ def path(tmp_path):
     ],
     ids=["a2c", "ppo", "categorical", "raw", "cleanrl"],
 )
-def test_sampled_episodes_are_those_of_training_with_the_normaliser_frozen(tmp_path, monkeypatch, changes):
+def test_sampled_episodes_equal_training_with_frozen_statistics(tmp_path, monkeypatch, changes):
     learning = learned(**changes)
     save_policy(tmp_path / "policy.pt", learning.policy(0))
     policy = load_policy(tmp_path)
@@ -207,7 +207,7 @@ def test_files_with_another_policy_are_refused(path, changes, message):
     assert str(path) in str(error.value)
 
 
-def test_files_that_hold_no_policy_are_refused(tmp_path):
+def test_files_without_a_policy_are_refused(tmp_path):
     for content, message in (
         ([1], "does not contain a policy that hesscale rl saved"),
         ({"run": "", "state": {"weights": 1}, "rows": 0, "digest": ""}, "does not contain a policy that hesscale rl saved"),
@@ -287,7 +287,7 @@ def test_the_command_finds_a_run_by_the_beginning_of_its_id_or_as_the_last(path,
 @pytest.mark.parametrize(
     ("arguments", "message"), [(["nowhere"], "no run in out/runs has policy.pt"), ([".", "--episodes", "0"], "--episodes")]
 )
-def test_the_command_refuses_by_name(arguments, message):
+def test_the_command_names_what_it_refuses(arguments, message):
     done = CliRunner().invoke(app, ["rl-eval", *arguments])
     assert done.exit_code == 2
     assert message in done.output
@@ -358,7 +358,7 @@ def tries(monkeypatch, works):
 
 @pytest.mark.usefixtures("no_display")
 @pytest.mark.parametrize("works", ["egl", "osmesa"])
-def test_mujoco_draws_by_what_works(monkeypatch, works):
+def test_mujoco_renders_with_a_backend_that_works(monkeypatch, works):
     tried = tries(monkeypatch, [works])
     choose_gl()
     assert module.os.environ["MUJOCO_GL"] == tried[-1] == works
@@ -368,7 +368,7 @@ def test_mujoco_draws_by_what_works(monkeypatch, works):
 
 
 @pytest.mark.usefixtures("no_display")
-def test_where_mujoco_cannot_draw_an_error_says_why(monkeypatch):
+def test_the_error_says_why_mujoco_cannot_render(monkeypatch):
     tries(monkeypatch, [])
     with pytest.raises(RuntimeError, match=r"MuJoCo cannot render here: .*egl: no such library; osmesa: no such library"):
         choose_gl()
@@ -377,7 +377,7 @@ def test_where_mujoco_cannot_draw_an_error_says_why(monkeypatch):
     choose_gl()
 
 
-def test_the_camera_goes_along_where_there_is_one():
+def test_the_tracking_camera_is_used_if_there_is_one():
     mujoco = pytest.importorskip("mujoco")
     for name, expected in (("HalfCheetah-v5", "track"), ("InvertedPendulum-v5", None)):
         env = gymnasium.make(name).unwrapped

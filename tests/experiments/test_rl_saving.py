@@ -1,4 +1,4 @@
-"""Environments are saved in the middle of an episode as plain data, and go on elsewhere to the last bit, or say why not."""
+"""Environments are saved in the middle of an episode as plain data, and continue bit for bit, or an error says why not."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def same(one, other):
 
 @pytest.mark.filterwarnings("ignore:.*out of date")
 @pytest.mark.parametrize("name", CLASSIC + ROBOTS)
-def test_a_fresh_environment_goes_on_where_another_one_was(name):
+def test_a_new_environment_continues_from_a_saved_state(name):
     if name in ROBOTS:
         pytest.importorskip("mujoco")
     env, fresh = (gymnasium.make(name, max_episode_steps=50) for _ in range(2))
@@ -66,7 +66,7 @@ def test_a_fresh_environment_goes_on_where_another_one_was(name):
     assert ends
 
 
-def test_rewards_are_made_of_what_the_last_step_left_behind():
+def test_derived_values_of_the_last_step_are_restored():
     """Before a step, Ant reads where it was: neither the state alone nor ``mj_forward`` knows that."""
     mujoco = pytest.importorskip("mujoco")
     env, fresh = (gymnasium.make("Ant-v5").unwrapped for _ in range(2))
@@ -111,13 +111,13 @@ class Own(gymnasium.Env):
 
 
 def moved(before, after):
-    """An environment with the attributes of ``before`` that was brought to where one with those of ``after`` is."""
+    """An environment with the attributes of ``before``, after restoring the state of one with those of ``after``."""
     fresh = Own(**before)
     restore(fresh, through_a_file(snapshot(Own(**after))))
     return fresh
 
 
-def test_plain_attributes_of_all_kinds_survive():
+def test_plain_attributes_are_restored():
     values = {
         "none": None,
         "number": 2**100,
@@ -138,12 +138,12 @@ def test_plain_attributes_of_all_kinds_survive():
     assert list(fresh.nested[0, 1]) == [2, 3]
 
 
-def test_attributes_come_and_go():
+def test_attributes_may_be_added_and_removed():
     assert vars(moved({"old": 1, "both": 1}, {"new": 2, "both": 2})) == {"new": 2, "both": 2}
 
 
 @pytest.mark.parametrize("kind", ["PCG64", "MT19937", "Philox", "SFC64"])
-def test_generators_go_on(kind):
+def test_random_number_generators_continue(kind):
     draws = np.random.Generator(getattr(np.random, kind)(3))
     draws.normal(size=5)
     draws.integers(10, dtype=np.int32)  # leaves half a number behind
@@ -154,13 +154,13 @@ def test_generators_go_on(kind):
     assert fresh.draw() == draws.normal()
 
 
-def test_generators_that_have_become_two_stay_two():
+def test_separate_generators_stay_separate():
     shared, one, other = (np.random.default_rng(seed) for seed in range(3))
     fresh = moved({"a": shared, "b": shared}, {"a": one, "b": other})
     assert [fresh.a.random(), fresh.b.random()] == [one.random(), other.random()]
 
 
-def test_what_was_one_object_is_one_again():
+def test_shared_objects_are_shared_after_restoring():
     shared, loop = [1.0], []
     loop.append(loop)
     thing = Thing(shared)
@@ -173,14 +173,14 @@ def test_what_was_one_object_is_one_again():
     assert fresh.loop[0] is fresh.loop
 
 
-def test_spaces_go_on_drawing():
+def test_spaces_continue_sampling():
     boxes = [gymnasium.spaces.Tuple([gymnasium.spaces.Box(-1, 1, (2,), seed=seed)]) for seed in (0, 1)]
     boxes[1].sample()
     fresh = moved({"space": boxes[0]}, {"space": boxes[1]})
     assert np.array_equal(fresh.space.sample(), boxes[1].sample())
 
 
-def test_how_an_environment_was_made_stays():
+def test_the_settings_of_the_new_environment_are_kept():
     fresh = moved({"render_mode": "rgb_array", "fullpath": "here", "t": 0}, {"render_mode": None, "fullpath": "there", "t": 1})
     assert vars(fresh) == {"render_mode": "rgb_array", "fullpath": "here", "t": 1}
 
@@ -202,7 +202,7 @@ ROWS = np.zeros((3, 2))
         ({"view": torch.zeros(3).numpy()}, "its attribute view is in memory that is not numpy's"),
     ],
 )
-def test_what_cannot_be_saved_is_named(attributes, message):
+def test_values_that_cannot_be_saved_are_named(attributes, message):
     with pytest.raises(TypeError, match=message):
         snapshot(Own(**attributes))
 

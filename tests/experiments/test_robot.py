@@ -53,7 +53,7 @@ def test_the_drop_is_from_the_peak_to_the_end():
     assert robot.is_deteriorated(result([100.0, 100.0, 82.0, 82.0]))
 
 
-def test_divergence_deteriorates_and_runs_that_gained_nothing_do_not():
+def test_divergence_is_deterioration_but_no_gain_is_not():
     assert robot.is_deteriorated(result([5.0, 5.0], diverged_at=120))
     assert robot.course(result([5.0, 5.0], diverged_at=120)).drop is None
     assert robot.is_deteriorated(result([], diverged_at=3))
@@ -63,7 +63,7 @@ def test_divergence_deteriorates_and_runs_that_gained_nothing_do_not():
     assert not robot.is_deteriorated(idle)
 
 
-def test_standing_still_returns_what_is_said():
+def test_the_return_of_standing_still_is_correct():
     """The distance to the target stays that of the reset."""
     env = gymnasium.make(robot.ENV)
     env.reset(seed=0)
@@ -105,7 +105,7 @@ def test_the_step_at_which_a_return_is_reached(monkeypatch):
     assert robot.sections(adam)[0].items[0].rows[0][5] == "200 (2 of 3)"
 
 
-def test_step_sizes_have_a_section_each():
+def test_each_step_size_has_a_section():
     first, second = robot.sections([result(RISING), result(RISING, step_size=1e-3)])
     assert (first.title, second.title) == ("UR-Reacher with PPO, α = 0.0003", "UR-Reacher with PPO, α = 0.001")
     assert not {item.name for item in first.items} & {item.name for item in second.items}

@@ -97,7 +97,7 @@ def test_intervals_depend_on_the_seed_alone():
         (SCORES, {"level": 95}, "level=95 between 0 and 1"),
     ],
 )
-def test_what_has_no_interval_is_refused(scores, options, message):
+def test_invalid_scores_have_no_interval(scores, options, message):
     with pytest.raises(ValueError, match=message):
         bootstrap_interval(scores, **options)
 
@@ -265,7 +265,7 @@ def flat():
     return [(found, dataclasses.replace(found.task, env="Hopper-v5")) for found in same]
 
 
-def test_an_environment_of_several_lengths_is_as_many():
+def test_an_environment_with_several_lengths_counts_as_several():
     found, other = robustness.sections([*some(), *some(steps=2000), *some(eps=1e-8)])
     assert not {item.name for item in found.items} & {item.name for item in other.items}
     assert [item.title for item in found.items[4:]] == ["PPO on Ant-v5, 100 steps", "PPO on Ant-v5, 2,000 steps"]
@@ -302,7 +302,7 @@ def test_tasks_are_those_of_rl():
     assert [task for task in asked if task.optimizer != "untrained"] == rl.tasks(rl.Settings(**shared))
 
 
-def test_every_radius_is_one_of_scaled_optimizers_alone():
+def test_trust_radii_apply_only_to_scaled_optimizers():
     asked = rl.tasks(rl.Settings(optimizer="adam,scaled-adam", seeds=1, trust_radius="1e-7,1e-6,1e-7"))
     assert [(task.optimizer, task.trust_radius) for task in asked] == [
         ("adam", Config.trust_radius),
@@ -311,7 +311,7 @@ def test_every_radius_is_one_of_scaled_optimizers_alone():
     ]
 
 
-def test_a_radius_that_adapts_is_a_method_of_its_own():
+def test_an_adaptive_radius_is_a_separate_method():
     asked = EXPERIMENT.tasks(robustness.Settings(optimizer="adam,scaled-adam@1", step_size="1e-3", seeds=1, target_kl=0.01))
     assert [(task.optimizer, task.target_kl) for task in asked] == [("adam", 0), ("scaled-adam", 0.01), ("untrained", 0)]
     found = [result(task.optimizer, task.step_size, 0, 1.0 + k, target_kl=task.target_kl) for k, task in enumerate(asked)]
@@ -368,7 +368,7 @@ def kept_report(folder, results=None, command="hesscale robustness --some"):
     return results
 
 
-def test_a_report_can_be_made_again_from_the_runs_that_it_kept(tmp_path):
+def test_a_report_can_be_made_again_from_its_stored_runs(tmp_path):
     results = kept_report(tmp_path / "first")
     again = read_runs(tmp_path / "first" / "robustness-runs.json.gz", Config)
     assert [(r.task, r.values) for r in again] == [(r.task, r.values) for r in results]
@@ -386,7 +386,7 @@ def test_a_report_can_be_made_again_from_the_runs_that_it_kept(tmp_path):
         assert (tmp_path / "first" / name).read_bytes() == (tmp_path / "second" / name).read_bytes()
 
 
-def test_kept_runs_that_are_damaged_or_of_another_version_are_refused(tmp_path):
+def test_stored_runs_that_are_damaged_or_of_another_version_are_refused(tmp_path):
     kept_report(tmp_path)
     file = tmp_path / "robustness-runs.json.gz"
     with pytest.raises(DamagedRun, match="this version cannot read runs from"):
@@ -401,7 +401,7 @@ def test_kept_runs_that_are_damaged_or_of_another_version_are_refused(tmp_path):
         report_again([tmp_path], tmp_path / "second")
 
 
-def test_kept_runs_of_several_reports_become_one_report(tmp_path):
+def test_stored_runs_of_several_reports_become_one_report(tmp_path):
     results = kept_report(tmp_path / "first")
     more = [dataclasses.replace(r, task=dataclasses.replace(r.task, seed=r.task.seed + 7)) for r in results]
     kept_report(tmp_path / "second", [*results[:3], *more], command="hesscale robustness --more")

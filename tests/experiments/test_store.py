@@ -1,4 +1,4 @@
-"""The store of runs: killed at any moment, copied, torn, full, shared. Numbers are those of a run left alone, or an error."""
+"""The store of runs that are killed, copied, truncated or shared: results equal an undisturbed run, or an error is raised."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ OURS = str(Path(run_module.__file__).parent)
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch, quick_store):
-    """Everything is written at once."""
+    """All metrics are written immediately."""
     monkeypatch.setattr(run_module, "machine", lambda: {"cpu": "a cpu"})
     monkeypatch.setattr(run_module, "FLUSH_SECONDS", -1.0)
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """The numbers of runs that nothing happened to."""
+    """The results of undisturbed runs."""
     store = Store(tmp_path_factory.mktemp("alone"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(toy_experiment, "SLOW_SECONDS", 0.0)
@@ -60,7 +60,7 @@ def half_done(store: Store, task=TASK) -> Path:
     return store.directory("toy", task)
 
 
-def test_keeps_all_there_is_to_know(tmp_path):
+def test_facts_metrics_and_results_are_stored(tmp_path):
     store = Store(tmp_path)
     with store.open("toy", TASK, "hesscale toy") as run:
         for step, value in enumerate((0.1, math.nan, math.inf, -math.inf, -0.0, 1e-320, 3)):
@@ -94,7 +94,7 @@ def test_keeps_all_there_is_to_know(tmp_path):
     assert record.facts.items() >= known.items()
 
 
-def test_a_finished_run_is_not_done_again_whatever_the_command(tmp_path):
+def test_a_finished_run_is_not_repeated_by_any_command(tmp_path):
     store = Store(tmp_path)
     EXPERIMENT.do(store, TASK, None, "first")
     before = store.record("toy", TASK).facts
@@ -103,7 +103,7 @@ def test_a_finished_run_is_not_done_again_whatever_the_command(tmp_path):
     assert before["command"] == "first"
 
 
-def test_an_exception_is_kept_with_its_traceback_and_the_run_goes_on(tmp_path, alone):
+def test_an_exception_is_stored_and_the_run_can_resume(tmp_path, alone):
     store = Store(tmp_path)
     half_done(store)
     record = store.record("toy", TASK)
@@ -116,7 +116,7 @@ def test_an_exception_is_kept_with_its_traceback_and_the_run_goes_on(tmp_path, a
     assert (facts["resumed"], facts["error"], facts["traceback"]) == (1, "", "")
 
 
-def test_a_run_that_moved_remembers_its_machines(tmp_path, monkeypatch):
+def test_a_run_records_all_its_machines(tmp_path, monkeypatch):
     store = Store(tmp_path)
     half_done(store)
     monkeypatch.setattr(run_module, "machine", lambda: {"cpu": "another"})
@@ -184,7 +184,7 @@ def test_killed_again_and_again(tmp_path, alone):
 
 
 def test_copied_at_any_moment(tmp_path, alone, monkeypatch):
-    """A copy goes on to the same numbers, or is known to be torn."""
+    """A copy resumes to the same results, or is found to be damaged."""
     choose, good = random.Random(0), 0
     process = FORK.Process(target=EXPERIMENT.do, args=(Store(tmp_path / "original"), SLOW, None))
     process.start()
@@ -246,7 +246,7 @@ TORN = {
 
 @pytest.mark.parametrize("damage", TORN.values(), ids=TORN)
 @pytest.mark.parametrize("name", ["run.sqlite", "checkpoint.pt"])
-def test_a_torn_file_is_reported_by_name(tmp_path, name, damage):
+def test_a_truncated_file_is_named(tmp_path, name, damage):
     store = Store(tmp_path)
     path = half_done(store) / name
     damage(path)
@@ -261,7 +261,7 @@ def test_a_torn_file_is_reported_by_name(tmp_path, name, damage):
 
 
 @pytest.mark.parametrize("damage", TORN.values(), ids=TORN)
-def test_a_finished_run_that_is_torn_gives_no_result(tmp_path, damage):
+def test_a_truncated_finished_run_gives_no_result(tmp_path, damage):
     store = Store(tmp_path)
     EXPERIMENT.do(store, TASK, None)
     path = store.directory("toy", TASK) / "run.sqlite"
@@ -353,7 +353,7 @@ def test_a_checkpoint_later_than_the_metrics_is_refused(tmp_path):
         EXPERIMENT.do(store, TASK, None)
 
 
-def test_without_its_torn_checkpoint_a_run_begins_again(tmp_path, alone):
+def test_a_run_restarts_without_its_truncated_checkpoint(tmp_path, alone):
     store = Store(tmp_path)
     (half_done(store) / "checkpoint.pt").unlink()
     EXPERIMENT.do(store, TASK, None)
@@ -367,7 +367,7 @@ def test_a_checkpoint_that_could_not_be_loaded_is_refused_when_it_is_made(tmp_pa
     assert not (store.directory("toy", TASK) / "checkpoint.pt").exists()
 
 
-def test_a_result_that_cannot_be_kept_is_refused_by_name(tmp_path):
+def test_a_result_that_cannot_be_stored_is_named(tmp_path):
     store = Store(tmp_path)
     with pytest.raises(TypeError, match="where cannot be kept"), store.open("toy", TASK) as run:
         run.finish({"fine": 1, "where": Path("x")})
@@ -378,7 +378,7 @@ def test_a_result_that_cannot_be_kept_is_refused_by_name(tmp_path):
 # ---- two at once
 
 
-def test_two_at_once(tmp_path, monkeypatch):
+def test_a_run_cannot_be_opened_twice(tmp_path, monkeypatch):
     monkeypatch.setattr(locks, "LOCK_SECONDS", 0.1)
     store = Store(tmp_path)
     process = FORK.Process(target=EXPERIMENT.do, args=(store, SLOW, None))
@@ -393,7 +393,7 @@ def test_two_at_once(tmp_path, monkeypatch):
     assert store.record("toy", SLOW).status == "interrupted"
 
 
-def test_whoever_looks_is_in_nobodys_way(tmp_path):
+def test_readers_do_not_block_a_run(tmp_path):
     """Readers poll all the time, and the run opens, logs and ends without a complaint; neither do they."""
     store, stop, seen, errors = Store(tmp_path), threading.Event(), set(), []
     directory = store.directory("toy", SLOW)
@@ -417,7 +417,7 @@ def test_whoever_looks_is_in_nobodys_way(tmp_path):
     assert seen >= {"running", "finished"}
 
 
-def test_a_run_waits_for_whoever_only_looks(tmp_path):
+def test_a_run_waits_for_readers(tmp_path):
     (tmp_path / "lock").touch()
     looking = (tmp_path / "lock").open()
     fcntl.flock(looking, fcntl.LOCK_SH)
@@ -425,7 +425,7 @@ def test_a_run_waits_for_whoever_only_looks(tmp_path):
     locks.lock(tmp_path).close()
 
 
-def test_progress_reaches_whoever_waits(tmp_path, monkeypatch):
+def test_progress_is_reported_to_the_waiting_process(tmp_path, monkeypatch):
     monkeypatch.setattr(run_module, "FLUSH_SECONDS", 100.0)
     store = Store(tmp_path)
     with store.open("toy", TASK) as run:
@@ -451,7 +451,7 @@ def test_steps_are_whole_numbers(tmp_path):
 
 
 @pytest.mark.parametrize("is_there_again", [False, True])
-def test_a_directory_removed_meanwhile(tmp_path, is_there_again):
+def test_a_directory_removed_during_the_run(tmp_path, is_there_again):
     store = Store(tmp_path)
     with store.open("toy", TASK) as run:
         shutil.rmtree(run.directory)
@@ -464,7 +464,7 @@ def test_a_directory_removed_meanwhile(tmp_path, is_there_again):
     assert is_there_again == (store.record("toy", TASK) is not None)
 
 
-def test_an_error_is_not_hidden_by_those_that_it_leads_to(tmp_path):
+def test_an_error_is_not_hidden_by_later_errors(tmp_path):
     with pytest.raises(ZeroDivisionError), Store(tmp_path).open("toy", TASK) as run:  # noqa: PT012
         shutil.rmtree(run.directory)
         run.pending.append((0, "loss", 1 / 0))

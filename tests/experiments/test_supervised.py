@@ -36,7 +36,7 @@ def toy(classes, activation, padding):
 
 
 def dense(classes, activation, padding):
-    """What is mapped where several train together."""
+    """Layers under vmap, if several networks train together."""
     return problems.initialized(nn.Sequential(nn.Flatten(), nn.Linear(48, 5), activation(), nn.Linear(5, classes)), 0.1)
 
 
@@ -148,7 +148,7 @@ def test_small_networks():
     assert problems.parameters_of(problems.PROBLEMS["digits-mlp"].network(10, 0)) == 8_970
 
 
-def test_a_seed_decides_the_network_and_nothing_else_does():
+def test_networks_depend_only_on_the_seed():
     problem, state = problems.PROBLEMS["toy"], torch.random.get_rng_state()
     first, again, other = (list(problem.network(3, seed).parameters()) for seed in (4, 4, 5))
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
@@ -214,7 +214,7 @@ def test_the_largest_draw_is_within_bounds():
     assert images.augmented(loaded().padded, draws, 255).isfinite().all()
 
 
-def test_batches_are_normalised_and_have_their_labels():
+def test_batches_are_normalized_and_have_their_labels():
     (task,) = tasks()
     found = loaded()
     members = trainer.members_of([task], found)
@@ -250,7 +250,7 @@ def test_every_optimizer_learns(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["adam", "scaled-adahesscale"])
-def test_members_learn_what_they_would_alone(name, tmp_path, monkeypatch):
+def test_members_equal_networks_trained_alone(name, tmp_path, monkeypatch):
     monkeypatch.setattr(toy, "__code__", without_dropout.__code__)
     asked = [replace(task, seed=seed) for seed, task in enumerate(tasks(optimizer=name, step_size="0.001,0.003"))]
     together = done(tmp_path / "together", [replace(task, backend="traced") for task in asked], together=2)
@@ -290,7 +290,7 @@ def test_an_interrupted_run_ends_with_the_same_numbers(name, together, backend, 
             assert one.values.get(value) == other.values.get(value)
 
 
-def test_dense_members_learn_what_they_would_alone_also_resumed(tmp_path, monkeypatch):
+def test_dense_members_equal_networks_trained_alone_even_if_resumed(tmp_path, monkeypatch):
     asked = tasks(task="dense", optimizer="adahesscale", step_size="0.001,0.002", backend="traced")
     alone = done(tmp_path / "alone", asked)
     monkeypatch.setattr(trainer, "CHECKPOINT_SECONDS", -1)
@@ -300,7 +300,7 @@ def test_dense_members_learn_what_they_would_alone_also_resumed(tmp_path, monkey
         assert other.values["test_loss"] == pytest.approx(one.values["test_loss"], rel=1e-4)
 
 
-def test_checkpoints_of_different_epochs_train_apart(tmp_path, monkeypatch):
+def test_checkpoints_of_different_epochs_train_separately(tmp_path, monkeypatch):
     asked = tasks(seeds=2)
     whole = done(tmp_path / "whole", asked)
     monkeypatch.setattr(trainer, "CHECKPOINT_SECONDS", -1)
@@ -311,7 +311,7 @@ def test_checkpoints_of_different_epochs_train_apart(tmp_path, monkeypatch):
     assert [result.values["together"] for result in parts] == [1, 1]
 
 
-def test_a_checkpoint_holds_one_member_alone():
+def test_a_checkpoint_contains_only_one_member():
     members = trainer.members_of(tasks(seeds=2, backend="traced"), loaded())
     members.warm_up()
     for tensor in (tensor for value in members.state(1).values() for tensor in value if isinstance(tensor, torch.Tensor)):
@@ -330,7 +330,7 @@ def test_evaluation_is_of_whole_splits_without_dropout():
         assert first[name].accuracy == pytest.approx(float((outputs.argmax(1) == split.labels).double().mean()))
 
 
-def test_warming_up_leaves_no_trace():
+def test_warm_up_changes_nothing():
     for asked in (tasks(optimizer="scaled-adahesscale"), tasks(optimizer="adam", seeds=2, backend="traced")):
         members = trainer.members_of(asked, loaded())
         before = [p.detach().clone() for model in members.models for p in model.parameters()]
@@ -342,7 +342,7 @@ def test_warming_up_leaves_no_trace():
 
 
 @pytest.mark.parametrize("together", [1, 2])
-def test_warming_up_makes_every_kind_of_step(together):
+def test_warm_up_compiles_every_kind_of_step(together):
     members = trainer.members_of(tasks(optimizer="adahesscale-10th", seeds=together, backend="traced"), loaded())
     members.warm_up()
     assert members.step.modes == ["traced"]
@@ -350,7 +350,7 @@ def test_warming_up_makes_every_kind_of_step(together):
 
 
 @pytest.mark.parametrize("name", ["sgd", "adahesscale"])
-def test_divergence_is_a_result_and_others_go_on(name, tmp_path):
+def test_a_diverged_network_does_not_stop_the_others(name, tmp_path):
     asked = tasks(optimizer=name, step_size="1e30,0.001")
     bad, good = done(tmp_path, asked, together=2)
     assert bad.values["diverged_at"] in (1, 2, 3)
@@ -362,7 +362,7 @@ def test_divergence_is_a_result_and_others_go_on(name, tmp_path):
     assert alone.values["diverged_at"] == bad.values["diverged_at"]
 
 
-def test_a_network_that_stands_still_has_diverged(tmp_path, monkeypatch):
+def test_a_network_whose_steps_are_skipped_has_diverged(tmp_path, monkeypatch):
     """Finite losses, and gradients that are not: the optimizer leaves all steps out."""
 
     def loss_of(model, x, y):
@@ -375,14 +375,14 @@ def test_a_network_that_stands_still_has_diverged(tmp_path, monkeypatch):
     assert "test_loss" not in result.values
 
 
-def test_what_an_optimizer_counted_is_noted_when_it_diverges(tmp_path):
+def test_counters_of_a_diverged_optimizer_are_recorded(tmp_path):
     asked = tasks(optimizer="adahesscale", step_size="1e30,0.001", epochs=6)
     bad, _ = done(tmp_path, asked, together=2)
     (alone,) = done(tmp_path / "alone", asked[:1])
     assert bad.values["nonfinite_steps"] == alone.values["nonfinite_steps"]
 
 
-def test_what_cannot_be_trained_is_said(tmp_path):
+def test_untrainable_settings_are_refused(tmp_path):
     with pytest.raises(ValueError, match="a batch of 50 is larger than the 40 training images"):
         trainer.members_of(tasks(batch=50), loaded())
     if not torch.cuda.is_available():
@@ -418,12 +418,12 @@ def test_the_pace_after_an_interruption_is_that_of_as_many_networks():
     assert math.isnan(progress.values(40, 3)["images_per_second"])
 
 
-def test_divergence_is_seen_between_evaluations(tmp_path):
+def test_divergence_is_detected_between_evaluations(tmp_path):
     (result,) = done(tmp_path, tasks(optimizer="sgd", step_size="1e30", epochs=5, evaluate_every=5))
     assert result.values["diverged_at"] in (1, 2)
 
 
-def test_the_last_weights_count_too(tmp_path):
+def test_the_last_weights_are_evaluated(tmp_path):
     """With one step an epoch, its loss is that of the weights before."""
     (result,) = done(tmp_path, tasks(optimizer="sgd", step_size="1e38", batch=40, epochs=1))
     assert result.values["diverged_at"] == 1
@@ -446,7 +446,7 @@ def test_every_optimizer_of_a_seed_has_the_same_start_and_images(monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(*seen.values(), strict=True))
 
 
-def test_l2_is_for_weights_alone():
+def test_l2_applies_only_to_weights():
     for name in ("adam", "adahesscale"):
         (task,) = tasks(optimizer=name, l2=0.002)
         weights, biases = optimizer_of(task, problems.PROBLEMS["toy"].network(3, 0)).param_groups
@@ -480,7 +480,7 @@ def test_bf16(tmp_path):
         ({"padding": "same"}, "padding='same' is not one of deepobs, none"),
     ],
 )
-def test_what_is_not_known_is_refused(changed, message):
+def test_unknown_names_are_refused(changed, message):
     with pytest.raises(ValueError, match=message):
         tasks(**changed)
 
@@ -548,7 +548,7 @@ def test_the_step_size_is_chosen_on_the_validation_split():
     assert (sizes.x, sizes.y) == ([0.001, 0.01, 0.1], [0.9, pytest.approx(0.3), 0.9])
 
 
-def test_a_seed_that_diverged_counts_as_nothing_right():
+def test_a_seed_that_diverged_counts_as_accuracy_0():
     results = [
         trained("adam", 0.1, 0, accuracy=0.9),
         trained("adam", 0.1, 1, diverged=4),
@@ -562,7 +562,7 @@ def test_a_seed_that_diverged_counts_as_nothing_right():
     assert not section.items[2].series
 
 
-def test_how_many_seeds_an_accuracy_is_of():
+def test_accuracies_state_their_number_of_seeds():
     results = [trained("adam", 0.1, 0, test=0.9), *(trained("adam", 0.1, seed, diverged=4) for seed in (1, 2))]
     (row,), section = row_of(results)
     assert row["test accuracy, %"] == "90.0 (1 of 3 seeds)"
@@ -602,7 +602,7 @@ def test_findings_compare_optimizers_that_have_two_seeds():
     assert "highest" not in "".join(finding.text for finding in row_of([adam[0], other[0]])[1].findings)
 
 
-def test_findings_name_what_diverges_and_what_needs_no_tuning():
+def test_findings_name_diverged_and_insensitive_optimizers():
     sizes = (1.0, 0.1, 0.01)
     steady = [trained("adahesscale", size, 0, test=0.9) for size in sizes]
     adam = [trained("adam", 1.0, 0, diverged=3), trained("adam", 0.1, 0, test=0.9), trained("adam", 0.01, 0, test=0.5)]
@@ -618,7 +618,7 @@ def test_curves_are_one_figure_with_a_switch_for_each_of_split_and_axis():
     assert [curve.view for curve in curves] == list(itertools.product(("test", "validation", "train"), ("epochs", "seconds")))
 
 
-def test_columns_that_would_say_nothing_are_left_out():
+def test_empty_columns_are_left_out():
     plain, scaled = trained("adahesscale", 0.1, 0), trained("scaled-adam", 0.1, 0)
     plain.values["nonfinite_steps"] = scaled.values["nonfinite_steps"] = 0
     (row,), _ = row_of([plain])
@@ -632,7 +632,7 @@ def test_columns_that_would_say_nothing_are_left_out():
         assert row_of([scaled])[0][0]["shortened, %"] == text
 
 
-def test_step_sizes_are_compared_by_seeds_that_all_have_and_the_best_shown_by_its_own():
+def test_step_sizes_are_compared_by_common_seeds_and_the_best_uses_all_its_seeds():
     results = [trained("adam", 0.1, seed, accuracy=0.5 + 0.1 * seed) for seed in range(3)]
     (row,), _ = row_of([*results, trained("adam", 0.01, 0, accuracy=0.4)])
     assert (row["step size"], row["seeds"]) == ("0.1 (edge of the grid)", "3")
@@ -658,7 +658,7 @@ def test_speeds_of_different_commits_are_not_compared():
     assert [row["relative to Adam"] for row in row_of(results)[0]] == ["1.00", "1.00", "–"]
 
 
-def test_how_steps_ran_is_said_where_it_was_not_the_same():
+def test_modes_are_listed_if_they_differ():
     fast, slow = trained("adam", 0.1, 0), trained("adahesscale", 0.1, 0)
     fast.values["mode"] = slow.values["mode"] = "compiled"
     (row, _), section = row_of([fast, slow])
@@ -670,7 +670,7 @@ def test_how_steps_ran_is_said_where_it_was_not_the_same():
     assert "(cpu, float32; steps ran in this mode: compiled, traced)" in section.text
 
 
-def test_speed_is_compared_among_as_many_networks():
+def test_speed_is_compared_for_equal_numbers_of_networks():
     alone, other = trained("adam", 0.1, 0), trained("adahesscale", 0.1, 0, pace=80.0)
     other.values["together"] = 5
     _, row = row_of([alone, other])[0]
@@ -682,12 +682,12 @@ def test_runs_that_share_no_seed():
     assert row["step size"] == "0.01"
 
 
-def test_sgd_that_trains_longer_is_another():
+def test_sgd_that_trains_longer_is_a_separate_method():
     rows, _ = row_of([trained("sgd", 0.1, 0), trained("sgd", 0.1, 0, sgd_epochs=3)])
     assert [row["optimizer"] for row in rows] == ["SGD", "SGD, 3 times as long"]
 
 
-def test_settings_are_kept_apart():
+def test_different_settings_have_separate_sections():
     first, second = EXPERIMENT.sections([trained("adam", 0.1, 0, epochs=epochs) for epochs in (3, 5)])
     assert "5 epochs" in second.title
     assert {item.name for item in second.items} >= {"optimizers-epochs-5", "test-accuracy-seconds-epochs-5"}

@@ -1,4 +1,4 @@
-"""The benchmark of training on images measures what it says."""
+"""The benchmark of training on images."""
 
 from __future__ import annotations
 

@@ -28,14 +28,14 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def alone(tmp_path: Path, tasks: list[dict]) -> list:
-    """The numbers of tasks done one after another, with nothing in between."""
+    """The results of tasks that are done one after another without interruption."""
     store = Store(tmp_path / "alone")
     for task in tasks:
         EXPERIMENT.do(store, task, None)
     return [numbers(store, task) for task in tasks]
 
 
-def test_all_become_of_what_they_should(tmp_path, monkeypatch):
+def test_every_kind_of_task_ends_as_expected(tmp_path, monkeypatch):
     """Two are fine, one of them asked for twice; one was done before; one raises; a process dies always, and another once."""
     monkeypatch.setattr(sweep_module, "RETRIES", 1)
     done, *fine = [as_task(Task(seed)) for seed in range(3)]
@@ -81,7 +81,7 @@ def who_was_together(folder: Path) -> set[str]:
 
 @pytest.mark.usefixtures("no_processes")
 @pytest.mark.parametrize("workers", [0, 2])
-def test_those_of_a_kind_are_done_together(tmp_path, workers):
+def test_tasks_of_a_kind_are_done_together(tmp_path, workers):
     tasks = [as_task(Task(seed, scale=1.0 if seed < 5 else 2.0)) for seed in range(8)]
     store = Store(tmp_path / "runs")
     outcome = run_tasks(TOGETHER, store, tasks, workers=workers, data=tmp_path, command="", together=3)
@@ -100,7 +100,7 @@ def test_there_is_work_for_all_workers(tmp_path):
 
 
 @pytest.mark.usefixtures("no_processes")
-def test_what_is_left_of_a_group_goes_on_as_a_group(tmp_path):
+def test_the_rest_of_an_interrupted_group_resumes_as_a_group(tmp_path):
     tasks = [as_task(Task(seed)) for seed in range(8)]
     store = Store(tmp_path / "runs")
     for task in tasks[:6]:
@@ -109,7 +109,7 @@ def test_what_is_left_of_a_group_goes_on_as_a_group(tmp_path):
     assert who_was_together(tmp_path) == {"6+7"}
 
 
-def test_one_that_is_busy_leaves_the_others_together(tmp_path):
+def test_a_busy_task_does_not_split_its_group(tmp_path):
     tasks = [as_task(Task(seed)) for seed in range(3)]
     store = Store(tmp_path / "runs")
     with store.open("toy", tasks[1], ""):
@@ -122,7 +122,7 @@ def test_one_that_is_busy_leaves_the_others_together(tmp_path):
     assert store.record("toy", tasks[0]).facts["resumed"] == 0
 
 
-def test_one_that_fails_takes_none_of_the_others_with_it(tmp_path, monkeypatch):
+def test_a_failed_task_does_not_affect_its_group(tmp_path, monkeypatch):
     monkeypatch.setattr(sweep_module, "RETRIES", 1)
     faults = ["", "raise", "", "", "die once", ""]
     tasks = [as_task(Task(seed, fault=fault, scale=1.0 + (seed > 2))) for seed, fault in enumerate(faults)]
@@ -150,7 +150,7 @@ def test_a_label_of_a_task_alone_is_the_experiment(tmp_path):
     assert [label for label, _, _ in watched[0].running.values()] == ["toy"]
 
 
-def test_a_torn_run_stops_no_other(tmp_path):
+def test_a_damaged_run_does_not_stop_the_others(tmp_path):
     store, tasks = Store(tmp_path), [as_task(Task(seed)) for seed in range(3)]
     path = store.directory("toy", tasks[0]) / "run.sqlite"
     path.parent.mkdir(parents=True)
@@ -247,7 +247,7 @@ def test_grid_is_every_combination_of_the_right_types():
         ({"is_slow": ["2"]}, "is_slow must be a value of type bool, not '2'"),
     ],
 )
-def test_grid_refuses_by_name(over, complaint):
+def test_grid_names_invalid_settings(over, complaint):
     with pytest.raises(ValueError, match=complaint):
         grid(Settings(), over)
 

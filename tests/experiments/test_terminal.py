@@ -1,4 +1,4 @@
-"""What fits into a terminal: tables, lists of runs, help texts, progress, and how long it will take."""
+"""Output in a terminal: tables, lists of runs, help texts, progress, and estimates of time."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_an_id_that_begins_several_runs_is_refused(store):
     assert run_of(store, "", True, ["checkpoint.pt"]) == store.directory("toy", as_task(Task(2)))
 
 
-def test_what_goes_on_from_where_is_said(store):
+def test_resumed_runs_are_described(store):
     done, resumed, again = begun_before(store.records())
     assert done.startswith("2 done before")
     assert resumed == "1 resumed from its last checkpoint at 40%"
@@ -155,7 +155,7 @@ def test_time_is_estimated_from_finished_runs(store, tmp_path):
     for seed in (0, 1):
         with Store(store.root).open("toy", as_task(Task(seed))) as run:
             run.note(seconds=60.0, together=1)
-    assert time_needed(EXPERIMENT, store, tasks, 2) == "It will take about 2 min with 2 workers, judging by 2 finished runs."
+    assert time_needed(EXPERIMENT, store, tasks, 2) == "It will take about 2 min with 2 workers, estimated from 2 finished runs."
 
 
 @pytest.fixture
@@ -177,7 +177,7 @@ def watched(done: int) -> SweepProgress:
     return SweepProgress(1, {"a": ("seed=0", done, 100), "b": ("seed=1", 0, 0)}, {"a": 12.5})
 
 
-def test_lines_of_progress_say_what_is_learned_how_fast_and_what_is_left(clock):
+def test_progress_lines_show_metric_speed_and_time_left(clock):
     console = Console(file=io.StringIO(), width=WIDTH)
     say = progress_lines(console, cli.EXPERIMENTS["rl"], 3)
     say(watched(0))
@@ -186,12 +186,12 @@ def test_lines_of_progress_say_what_is_learned_how_fast_and_what_is_left(clock):
     assert console.file.getvalue() == "1 of 3 runs, 50%, return 12.5, 5 steps/s, 30 s left\n"
 
 
-def test_one_diverging_run_does_not_hide_what_the_others_learn():
+def test_one_diverging_run_does_not_hide_the_metric_of_others():
     runs = SweepProgress(0, {}, {"a": 0.25, "b": 0.5, "c": 1e34})
     assert learned(cli.EXPERIMENTS["supervised"], runs) == "median loss 0.5"
 
 
-def test_bars_of_progress_fit(clock):
+def test_progress_bars_fit(clock):
     console = Console(file=io.StringIO(), width=WIDTH, force_terminal=True, color_system=None)
     with bars(console) as shown:
         draw = progress_bars(shown, cli.EXPERIMENTS["rl"], 3)

@@ -105,7 +105,7 @@ def test_masses_and_torque_limits():
     np.testing.assert_array_equal(model.jnt_actfrcrange, np.stack([-limits, limits], axis=1))
 
 
-def test_the_joint_with_the_most_to_change_leads():
+def test_the_joint_with_the_largest_change_accelerates_most():
     profile = VelocityProfile()
     profile.tick([1.0, -0.5])
     assert profile.v == pytest.approx([0.016, -0.008])
@@ -116,7 +116,7 @@ def test_the_joint_with_the_most_to_change_leads():
 
 
 @pytest.mark.parametrize(("action_delay", "observation_delay"), [(0, 0), (1, 0), (0, 1), (1, 1), (2, 4), (7, 0), (0, 5), (1, 6)])
-def test_packets_are_late(action_delay, observation_delay):
+def test_delays_are_in_packets(action_delay, observation_delay):
     env = URReacher(action_delay=action_delay, observation_delay=observation_delay)
     env.reset(seed=0)
     for sent in (5, 10):
@@ -202,7 +202,7 @@ def test_commands_stay_away_from_limits(speed):
     assert (nearest[[0, 4]] < 0.003).all()  # the lift and the height came to theirs
 
 
-def test_the_way_from_one_safe_pose_to_another_is_safe():
+def test_the_path_between_safe_poses_is_safe():
     low, high = np.append(JOINT_LOW, SAFE_LOW) + MARGIN, np.append(JOINT_HIGH, SAFE_HIGH) - MARGIN
     drawn = np.random.default_rng(0).uniform(JOINT_LOW, JOINT_HIGH, (3000, 2))
     safe = [q for q in drawn if (np.append(q, tip(q)) >= low).all() and (np.append(q, tip(q)) <= high).all()]
@@ -213,7 +213,7 @@ def test_the_way_from_one_safe_pose_to_another_is_safe():
     assert (positions < SAFE_HIGH).all()
 
 
-def test_one_joint_at_its_limit_leaves_the_other_free():
+def test_one_joint_at_its_limit_does_not_stop_the_other():
     profile = VelocityProfile()
     for _ in range(200):
         profile.tick([-1.0, 0.0])
@@ -225,7 +225,7 @@ def test_one_joint_at_its_limit_leaves_the_other_free():
     assert profile.q == pytest.approx([lift, elbow + 0.5 * (0.8 - 0.25 / 2)], abs=1e-2)
 
 
-def test_a_seed_decides_everything():
+def test_everything_depends_on_the_seed():
     def episode(seed):
         env, rng = gymnasium.make(ID), np.random.default_rng(0)
         observations = [env.reset(seed=seed)[0], *(env.step(rng.uniform(-1, 1, 2))[0] for _ in range(100)), env.reset()[0]]
@@ -236,7 +236,7 @@ def test_a_seed_decides_everything():
     assert (first[0] != episode(4)[0]).any()
 
 
-def test_a_pickled_environment_goes_on():
+def test_a_pickled_environment_continues():
     env, rng = gymnasium.make(ID), np.random.default_rng(0)
     env.reset(seed=0)
     for _ in range(30):

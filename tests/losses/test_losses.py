@@ -253,7 +253,7 @@ def distillation(z: Tensor) -> Tensor:
 
 
 def margin_softmax(z: Tensor) -> Tensor:
-    """AM-softmax on normalised scores."""
+    """AM-softmax on normalized scores."""
     z = F.normalize(z, dim=-1) * 4
     return F.cross_entropy(z - 0.3 * F.one_hot(CLASSES, C), CLASSES)
 
@@ -577,7 +577,7 @@ def test_exact_in_the_last_layer(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_rules_alone_serve_every_loss(name: str) -> None:
+def test_every_loss_works_with_rules_only(name: str) -> None:
     value, _, layers, _ = build(name)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

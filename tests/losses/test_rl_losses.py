@@ -487,7 +487,7 @@ def test_squares_beyond_half_precision() -> None:
         assert hesscale.grad(loss, values)[1][0].tolist() == pytest.approx([2 / 3] * 3, rel=1e-3)
 
 
-def test_actions_that_are_ruled_out() -> None:
+def test_masked_actions() -> None:
     """A logit of −∞ gets zeros, and the others what they get without it."""
     masked = LOGITS.masked_fill(torch.arange(K) == 3, -math.inf).requires_grad_()
     rest = [0, 1, 2, 4]
@@ -518,7 +518,7 @@ def test_vmap(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_tracing_looks_at_no_data(name: str) -> None:
+def test_tracing_reads_no_values(name: str) -> None:
     """Fake tensors have no values: a step that waited for one, or branched on it, would raise."""
     ours, _, inputs = CASES[name]
 

@@ -1,4 +1,4 @@
-"""What is asked of every model: that it runs, that its gradients are PyTorch's, that its diagonals are those of the recursion."""
+"""The checks of every model: it runs, its gradients are PyTorch's, and its diagonals are those of the recursion."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Other people's models run, with PyTorch's gradients and the recursion's diagonals: as docs/models.md says."""
+"""Models of other libraries run, with PyTorch's gradients and the recursion's diagonals, as docs/models.md says."""
 
 from __future__ import annotations
 

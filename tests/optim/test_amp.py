@@ -35,7 +35,7 @@ def test_gradient_scaler(enabled, unscale):
     assert_same(model, [p.detach() for p in other.parameters()], rtol=1e-4, atol=1e-6)
 
 
-def test_curvature_that_a_scaler_left_scaled_is_refused():
+def test_scaled_curvature_is_refused():
     model = make_model(torch.float32)
     opt = AdaHesScale(model.parameters(), lr=0.01)
     scaler = torch.amp.GradScaler("cpu")
@@ -46,7 +46,7 @@ def test_curvature_that_a_scaler_left_scaled_is_refused():
         scaler.step(opt)
 
 
-def test_a_scalers_overflow_leaves_the_step_out_quietly():
+def test_overflow_found_by_a_scaler_skips_the_step_silently():
     model = make_model(torch.float32)
     opt = AdaHesScale(model.parameters(), lr=0.01)
     scaler = torch.amp.GradScaler("cpu", init_scale=3e38)
@@ -60,7 +60,7 @@ def test_a_scalers_overflow_leaves_the_step_out_quietly():
         assert torch.equal(value, before[name])
 
 
-def test_a_step_that_raises_leaves_no_scale_behind():
+def test_a_step_that_raises_removes_the_scalers_attributes():
     model, other = make_model(torch.float32), make_model(torch.float32)
     opt = AdaHesScale(model.parameters(), lr=0.01)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)

@@ -123,7 +123,7 @@ def test_a_graft_may_have_no_upper_bound():
     assert_same(model, written_out(other))
 
 
-def test_groups_have_bounds_of_their_own():
+def test_each_group_has_its_own_bounds():
     model = make_model()
     first, second = list(model.parameters())[:2], list(model.parameters())[2:]
     groups = [{"params": first, "graft": (1.0, 1.0)}, {"params": second, "damping": 0.5}]
@@ -151,7 +151,7 @@ def test_weights_without_curvature_move_as_far_as_adam_lets_them():
 
 
 @pytest.mark.parametrize("options", [{"graft": (1.0, 1.0)}, {"graft": (0.0, 2.0)}, {"graft": (2.0, 3.0)}])
-def test_no_gradient_no_step(options):
+def test_no_step_without_a_gradient(options):
     """0/0 would be the length of nothing relative to nothing."""
     w = weight(size=2)
     optimizer = AdaHesScale([w], lr=0.1, eps=0, **options)

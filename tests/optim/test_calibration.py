@@ -21,7 +21,7 @@ def averaging_cnn():
     return nn.Sequential(nn.Conv2d(1, 4, 3), nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)).double()
 
 
-def test_the_calibrated_sum_is_right_on_average():
+def test_the_calibrated_sum_is_unbiased():
     model = averaging_cnn()
     params = list(model.parameters())
     x, y = torch.randn(8, 1, 5, 5, dtype=torch.float64), torch.randint(0, 3, (8,))

@@ -24,7 +24,7 @@ def _undone():
 
 
 def plain_loop(model, optimizer, count=10, backward=lambda loss: loss.backward()):
-    """A loop that knows nothing of curvature."""
+    """A training loop without code for curvature."""
     for x, y in batches(count):
         optimizer.zero_grad()
         backward(F.cross_entropy(model(x), y))
@@ -52,7 +52,7 @@ def test_random_estimates_are_captured_too():
     assert_same(model, [p.detach() for p in other.parameters()])
 
 
-def test_only_their_parameters_are_served():
+def test_only_parameters_of_captured_optimizers_receive_curvature():
     actor, critic, bystander = make_model(), make_model(), make_model()
     one, two = AdaHesScale(actor.parameters()), AdaHesScaleGN(critic.parameters())
     x, y = next(batches(1))
@@ -67,7 +67,7 @@ def test_only_their_parameters_are_served():
     two.step()
 
 
-def test_other_losses_pass_untouched():
+def test_losses_without_captured_parameters_are_unchanged():
     """Not even an operator without a rule matters where no captured parameter is."""
     model, other = make_model(), make_model()
     opt = AdaHesScale(model.parameters())
@@ -124,7 +124,7 @@ def test_other_threads_are_not_captured():
 
 
 def test_blocks_of_two_threads_that_overlap():
-    """Each thread's loop is served, whichever block closes first."""
+    """Each thread's loop computes curvature, whichever block closes first."""
     models = [make_model() for _ in range(2)]
     inside, errors = threading.Barrier(2), []
 

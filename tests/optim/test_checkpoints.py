@@ -1,4 +1,4 @@
-"""State dicts, copies and pickles: training goes on as if nothing had happened."""
+"""State dicts, copies and pickles: training continues as if uninterrupted."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_saving_is_weights_only():
 
 @pytest.mark.parametrize("optimizer", OURS)
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
-def test_copies_and_pickles_go_on_training(optimizer, how):
+def test_copies_and_pickles_continue_training(optimizer, how):
     model = make_model()
     opt = optimizer(model.parameters(), lr=0.01, trust_radius=1e-3, curvature_every=2)
     train(model, opt, 3)

@@ -62,7 +62,7 @@ def test_no_step_waits_for_the_device():
 
 
 @pytest.mark.parametrize("before", [0, 3])
-def test_a_step_that_is_not_finite_leaves_no_trace(before):
+def test_a_nonfinite_step_changes_nothing(before):
     model = make_model().cuda()
     opt = AdaHesScale(model.parameters(), on_nonfinite="skip", weight_decay=0.1, decoupled_weight_decay=True, trust_radius=1e-3)
     for x, y in batches(before):
@@ -77,7 +77,7 @@ def test_a_step_that_is_not_finite_leaves_no_trace(before):
         assert all(torch.equal(opt.state_dict()["state"][i][name], value) for name, value in entries.items())
 
 
-def test_a_step_that_is_not_finite_is_reported_once_it_is_known():
+def test_a_nonfinite_step_is_reported_later():
     model = make_model().cuda()
     opt = AdaHesScale(model.parameters())
     x, y = next(batches(1))

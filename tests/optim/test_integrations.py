@@ -1,4 +1,4 @@
-"""Other people's training loops, unedited: each test runs where its library is installed."""
+"""Unmodified training loops of other libraries. Each test runs if its library is installed."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def rewards_normalized(env):
 
 
 def parts_of(agent):
-    """Its networks that have an optimizer one can choose."""
+    """The networks whose optimizer can be chosen."""
     return [agent.actor, agent.critic] if hasattr(agent, "actor") else [agent.policy]
 
 
@@ -282,7 +282,7 @@ def test_with_curvature_refuses_what_it_cannot_use():
     sb3 = pytest.importorskip("stable_baselines3")
     with pytest.raises(TypeError, match=r"not <class 'torch\.optim\.adam\.Adam'>"):
         hesscale.sb3.with_curvature(sb3.PPO, torch.optim.Adam)
-    with pytest.raises(TypeError, match="Create the agent from what it returns"):
+    with pytest.raises(TypeError, match="Create the agent from the class that it returns"):
         hesscale.sb3.with_curvature(make_agent("A2C", torch.optim.Adam)[0], hesscale.AdaHesScale)
     with pytest.raises(TypeError, match="pass learning_rate to the algorithm"):
         hesscale.sb3.with_curvature(sb3.PPO, hesscale.AdaHesScale, lr=1e-3)

@@ -80,8 +80,8 @@ def test_a_square_that_overflows_counts_as_not_finite():
     assert w.hess_diag is None
 
 
-def test_a_first_step_left_out_is_made_up_for():
-    """Curvature stays due until it has arrived, so that no later step divides by nothing."""
+def test_the_step_after_a_skipped_first_step_equals_a_first_step():
+    """Curvature stays due until a step has used it, so that no later step divides by zero."""
     model = make_model()
     opt = AdaHesScale(model.parameters(), curvature_every=3, on_nonfinite="skip")
     opt.backward(model(torch.full((1, 4), math.nan, dtype=torch.float64)).square().sum())
@@ -109,7 +109,7 @@ def bad_step(opt, w):
     opt.step()
 
 
-def test_steps_of_a_silent_block_are_counted_and_never_reported():
+def test_without_nonfinite_errors_counts_but_never_reports():
     w = weight()
     opt = AdaHesScale([w])
     with opt.without_nonfinite_errors():
@@ -158,7 +158,7 @@ def test_counts_of_a_saved_run_are_not_reported_again():
 
 
 @pytest.mark.parametrize("make", [AdaHesScale, AdaHesScale.paper, hesscale.Adam])
-def test_steps_on_a_cpu_ask_cuda_nothing(make, monkeypatch):
+def test_steps_on_a_cpu_do_not_call_cuda(make, monkeypatch):
     """A torch that was built for CUDA, on a machine without a driver: asking whether a graph is captured is an error there."""
 
     def insufficient_driver():

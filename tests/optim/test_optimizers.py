@@ -55,7 +55,7 @@ def test_step_consumes_and_zero_grad_clears():
     assert all(p.hess_diag is None and p.grad is None for p in model.parameters())
 
 
-def test_a_step_without_curvature_names_the_remedy():
+def test_the_error_for_missing_curvature_says_what_to_do():
     model = make_model()
     opt = AdaHesScale(model.parameters())
     x, y = next(batches(1))

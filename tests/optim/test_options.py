@@ -76,7 +76,7 @@ def test_bad_parameters_are_refused():
         Adam(embedding.parameters()).step()
 
 
-def test_parameters_without_room_are_refused():
+def test_float16_parameters_and_wrong_shapes_are_refused():
     with pytest.raises(ValueError, match="float16"):
         AdaHesScale([weight(dtype=torch.float16)])
     with pytest.raises(ValueError, match="betas"):

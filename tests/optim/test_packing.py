@@ -61,7 +61,7 @@ def test_the_numbers_are_those_of_single_parameters(kind, options):
     assert_same(packed, single)
 
 
-def test_groups_are_packed_apart():
+def test_groups_are_packed_separately():
     models = [network(), network()]
     for model, foreach in zip(models, (None, False), strict=True):
         groups = [{"params": model[:2].parameters(), "lr": 0.1}, {"params": model[2:].parameters(), "weight_decay": 0.1}]
@@ -71,7 +71,7 @@ def test_groups_are_packed_apart():
 
 
 def test_a_parameter_without_a_gradient_lags_behind():
-    """Its counters differ from then on, so that one number cannot serve all."""
+    """Its counters differ from then on, so that one counter is not enough for the group."""
     models = [network(), network()]
     for model, foreach in zip(models, (None, False), strict=True):
         optimizer = AdaHesScale(model.parameters(), lr=0.01, foreach=foreach)
@@ -103,7 +103,7 @@ def test_state_dicts_hold_a_tensor_per_parameter():
 
 
 @pytest.mark.parametrize("kind", [AdaHesScale, AdaHesScaleGN, Adam])
-def test_a_resumed_run_ends_with_the_very_same_numbers(kind):
+def test_a_resumed_run_is_bitwise_equal(kind):
     model, other = network(), network()
     optimizer, resumed = kind(model.parameters()), kind(other.parameters())
     train(model, optimizer, range(20))
@@ -153,7 +153,7 @@ def test_any_entry_that_is_replaced_is_used(name):
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["deepcopy", "pickle"])
-def test_copies_go_on_alone(copied):
+def test_copies_do_not_share_state(copied):
     model = network()
     optimizer = AdaHesScale(model.parameters(), lr=0.01)
     train(model, optimizer, range(3))
@@ -165,7 +165,7 @@ def test_copies_go_on_alone(copied):
     assert_same(model, twin)
 
 
-def test_large_parameters_are_left_apart():
+def test_large_parameters_are_not_packed():
     model = nn.Sequential(nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 2))
     optimizer = AdaHesScale(model.parameters())
     for _ in range(3):
@@ -175,7 +175,7 @@ def test_large_parameters_are_left_apart():
     assert not optimizer.is_packed
 
 
-def test_unpacked_state_stays_apart():
+def test_unpacked_state_is_not_packed_again():
     model, other = network(), network()
     optimizer = AdaHesScale(model.parameters(), lr=0.01)
     train(model, optimizer, range(3))
@@ -245,7 +245,7 @@ def test_memory_of_an_average_that_is_replaced_is_used():
     assert_same(model, other)
 
 
-def test_a_missing_entry_is_made_anew():
+def test_a_missing_entry_is_recreated():
     model, other = network(), network()
     for net, foreach in ((model, None), (other, False)):
         optimizer = AdaHesScale(net.parameters(), lr=0.01, foreach=foreach)

@@ -1,4 +1,4 @@
-"""Algorithm 3: η, one region or one per group, and the share of steps that it shortens."""
+"""Algorithm 3: η, one trust region or one per group, and the fraction of steps that it shortens."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_each_group_measures_with_its_own_decay_rates():
     torch.testing.assert_close(etas(1), etas(-1))
 
 
-def test_groups_that_take_no_part_keep_their_own_share():
+def test_groups_without_a_step_keep_their_scaled_share():
     a, b = weight(), weight()
     opt = AdaHesScale.paper([{"params": [a]}, {"params": [b]}], lr=0.5, eps=0, trust_radius=1e-3, trust_region="group")
     for parts in ([a], [a, b], [b]):
@@ -137,10 +137,10 @@ def test_a_radius_adapts_to_a_measured_change(measured, factor, is_tensor):
         ({"max_factor": 0.5}, "max_factor=0.5"),
     ],
 )
-def test_a_radius_does_not_adapt_to_nonsense(options, message):
+def test_adapt_trust_radius_refuses_invalid_arguments(options, message):
     opt = AdaHesScale.paper([torch.ones(1, requires_grad=True)], trust_radius=1e-3)
     with pytest.raises(ValueError, match=message):
         adapt_trust_radius(opt.param_groups, **{"measured": 0.1, "target": 0.1, **options})
     opt = AdaHesScale.paper([torch.ones(1, requires_grad=True)])
-    with pytest.raises(ValueError, match="without a trust_radius"):
+    with pytest.raises(ValueError, match="no trust_radius to adapt"):
         adapt_trust_radius(opt.param_groups, 0.1, 0.1)

@@ -1,4 +1,4 @@
-"""Algorithm 2 and Adam against the paper's paper, pseudocode, line by line in float64."""
+"""Algorithm 2 and Adam against the paper's pseudocode, line by line in float64."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_first_step_on_a_quadratic_bowl():
 @pytest.mark.parametrize("foreach", [None, False])
 @pytest.mark.parametrize("radius", [None, 1e-4])
 @pytest.mark.parametrize(("optimizer", "squares"), [(AdaHesScale, "curvature"), (Adam, "gradient")])
-def test_weights_wait_while_curvature_warms_up(optimizer, squares, radius, foreach):
+def test_weights_do_not_change_during_curvature_warmup(optimizer, squares, radius, foreach):
     if optimizer is Adam and radius is None:
         radius = 1e-3  # no curvature otherwise
     count = 7
@@ -158,8 +158,8 @@ def test_foreach_changes_nothing(optimizer, foreach):
 
 
 @pytest.mark.parametrize("case", [(0, 1.0, 0.0), (1e-16, 1e4, 0.0), (1e-8, 1e12, 0.0)])
-def test_zero_curvature_never_ruins_the_other_weights(case):
-    """U is infinite where nothing is known, and 0·∞ must not reach η."""
+def test_zero_curvature_does_not_affect_other_weights(case):
+    """U is infinite where V is zero, and 0·∞ must not affect η."""
     eps, gradient, curvature = case
     w = weight(size=2, dtype=torch.float32)
     opt = AdaHesScale.paper([w], lr=1, eps=eps, trust_radius=1e-3)

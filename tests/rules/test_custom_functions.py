@@ -1,4 +1,4 @@
-"""Custom functions without a rule of their own: served where probes show that they are elementwise, refused otherwise."""
+"""Custom functions without ``hess_diag``: they work if probes show that they are elementwise, and are refused otherwise."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_other_functions_are_refused(function):
     assert x.grad is None
 
 
-def test_probes_are_sent_once(monkeypatch):
+def test_functions_are_probed_once(monkeypatch):
     monkeypatch.setattr(custom_functions, "_known", {})
     probed = []
     monkeypatch.setattr(custom_functions, "is_elementwise", lambda node, index: probed.append(node) or True)

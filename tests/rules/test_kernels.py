@@ -1,4 +1,4 @@
-"""Triton may be missing, or may not work: the rules then do without its kernels."""
+"""Without Triton, or if it does not work, the rules do not use its kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Triton kernels have the shares of the rules that they stand for, in double precision."""
+"""The Triton kernels compute the same shares as the rules in double precision."""
 
 from __future__ import annotations
 

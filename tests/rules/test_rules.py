@@ -62,7 +62,7 @@ FAMILIES = {
 }
 
 
-def test_families_are_all_of_them():
+def test_every_family_is_tested():
     elsewhere = {"attention", "recurrent"}  # test_attention.py, test_recurrent.py
     assert {*FAMILIES, *elsewhere} == {rule.family for table in (RULES, COMPLEX) for rule in table.values()}
 
@@ -81,7 +81,7 @@ def test_a_broken_rule_is_caught(family, broken, monkeypatch):
 
 
 def break_rule(rule, broken: str):
-    """The rule as if g, or s, were a thousandth larger than it is."""
+    """The rule with g or s larger by a thousandth."""
 
     def off(value, wrong: bool):
         if isinstance(value, tuple):

@@ -71,7 +71,7 @@ class LooksAtValues(AssertionError):
 
 
 class NoLooks(TorchDispatchMode):
-    """Refuses operators whose result, or its shape, Python learns from values: a trace has none."""
+    """Refuses operators that return values, or shapes that depend on values, to Python. A trace has no values."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         by_numbers = func is torch.ops.aten.index.Tensor and all(i is None or i.dtype == torch.long for i in args[1])
@@ -81,7 +81,7 @@ class NoLooks(TorchDispatchMode):
 
 
 def check_looks(name: str, method: str) -> None:
-    """Run the rules of a case in eager mode, as if while tracing, where no operator may look at values."""
+    """Run the rules of a case in eager mode as if they were traced, so that no operator may read values."""
     inputs, outputs, draws = build(name)
     loss = sum(Separable.apply(y, g, s) for y, (g, s) in zip(outputs, draws, strict=True))
     with tracing.while_tracing(), NoLooks():
@@ -177,7 +177,7 @@ def in_words(errors: dict[str, Exception]) -> str:
 
 
 @pytest.mark.parametrize("method", ["hesscale", "hesscale_gn"])
-def test_no_rule_looks_at_values(method):
+def test_no_rule_reads_values(method):
     """For every kind of node, since a trace costs ten times as much."""
     constant = "index fill with a tensor"  # its rule counts the entries of an index, which a trace knows too
     wrong = failures(functools.partial(check_looks, method=method), [name for name in chosen(1) if name != constant])
@@ -231,7 +231,7 @@ def test_every_mapped_rule_gives_the_numbers_of_eager_mode():
 
 @pytest.mark.usefixtures("constants_allowed")
 @pytest.mark.parametrize("name", UNTRACEABLE)
-def test_what_cannot_be_traced_is_refused(name):
+def test_rules_that_cannot_be_traced_are_refused(name):
     function, values = prepare(name, "hesscale")
     function(*values)
     with pytest.raises(tracing.CannotTrace):

@@ -1,4 +1,4 @@
-"""Rules that double backward cannot vouch for, against the same maths written out.
+"""Rules that cannot be compared with double backward, against explicit formulas.
 
 PyTorch differentiates some operators twice wrongly (weight_norm, logcumsumexp), has some on CUDA only, and is not finite where
 others are singular.
@@ -83,7 +83,7 @@ def test_rule_equals_the_formula(name, use):
         torch.testing.assert_close(diagonal, truth, rtol=1e-8, atol=1e-10)
 
 
-def test_logcumsumexp_of_nothing_yet():
+def test_logcumsumexp_of_minus_infinity():
     x = torch.tensor([-math.inf, -math.inf, 1.0, -math.inf, 3.0], dtype=torch.float64)
     (mine,) = diagonals(lambda x: x.logcumsumexp(0), [x], draw(5), draw(5, seed=1))
     (truth,) = diagonals(lambda x: x.logcumsumexp(0), [x[2:]], draw(5)[2:], draw(5, seed=1)[2:])
@@ -139,7 +139,7 @@ def test_fused_rms_norm_equals_its_operators(affine, use):
 
 
 def stub(name, inputs, **saved):
-    """A node of an operator that this machine does not have."""
+    """A node of an operator that does not exist on this machine."""
     edges = tuple((object(), 0) if needed else (None, 0) for needed in inputs)
     return SimpleNamespace(name=lambda: name, next_functions=edges, **{f"_saved_{key}": value for key, value in saved.items()})
 

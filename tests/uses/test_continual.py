@@ -1,4 +1,4 @@
-"""Importances are what they are called, and the penalty is the quadratic that they define."""
+"""Importances equal the diagonals that they are named after, and the penalty is their quadratic form."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ class TestPenalty:
 
     def test_errors(self):
         ewc = EWC(network())
-        with pytest.raises(ValueError, match=r"3\.weight: not a parameter .* 0\.weight, 0\.bias"):
+        with pytest.raises(ValueError, match=r"3\.weight is not a parameter .* 0\.weight, 0\.bias"):
             ewc.consolidate({"3.weight": torch.ones(3)})
         with pytest.raises(ValueError, match=r"shape \(3,\), and the parameter \(5,\)"):
             ewc.consolidate({"0.bias": torch.ones(3)})
@@ -245,7 +245,7 @@ class TestPenalty:
         for decay in (None, 0.5):
             model, ewc = consolidated(decay)
             prune.identity(model, "weight")
-            with pytest.raises(ValueError, match=r"weight: remembered .* the others are weight_orig"):
+            with pytest.raises(ValueError, match=r"has stored weight, .* it has weight_orig"):
                 ewc.penalty()
 
 

@@ -84,7 +84,7 @@ def test_rows_are_statistics_of_the_mean_diagonal():
     assert {row["module"] for row in report.rows} == {"Linear"}
 
 
-def test_the_ratio_has_the_mean_of_the_exact_one():
+def test_the_ratio_is_unbiased():
     """Draws of the Gauss-Newton diagonal, many enough for three digits, against its exact sum."""
     model, batches = mlp(), batches_of((8,), 4)
     drawn = hesscale.inspect(model, batches, cross_entropy, num_samples=20_000)
@@ -98,7 +98,7 @@ def test_the_ratio_has_the_mean_of_the_exact_one():
         assert row["ggn_ratio_error"] is None  # one batch
 
 
-def test_calibration_brings_each_tensor_to_the_drawn_sum():
+def test_calibration_scales_each_tensor_to_the_estimated_sum():
     model, batches = mlp(), batches_of((8, 8), 4)
     plain = mean_derivatives(model, batches, cross_entropy, num_samples=3)
     calibrated = mean_derivatives(model, batches, cross_entropy, num_samples=3, calibrate=True)
@@ -130,7 +130,7 @@ def test_dead_units_are_found():
 
 
 def test_a_ratio_far_from_one_is_remarked():
-    """Behind a mean over 64 pixels, HesScaleGN leaves out what the pixels have together."""
+    """Before a mean over 64 pixels, HesScaleGN leaves out the mixed derivatives between pixels."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
     batches = [(x + 3, y) for x, y in batches_of((16, 16), 1, 8, 8, dtype=torch.float32)]
@@ -189,7 +189,7 @@ def test_it_fits_eighty_columns():
     assert "mean loss" in str(report)
 
 
-def test_batches_that_are_not_tuples_and_the_most_batches():
+def test_single_tensor_batches_and_max_batches():
     model, batches = mlp(), batches_of((4, 4, 4), 4)
     dictionaries = [{"x": x, "y": y} for x, y in batches]
     found = hesscale.inspect(
@@ -238,7 +238,7 @@ def test_batches_of_any_kind_count_by_their_examples():
     assert found.of["weight"].diagonal.item() == pytest.approx(2 * (4 + 9) / 5)
     assert (found.examples, found.batches) == (5, 2)
     assert found.loss == pytest.approx(float((model.weight.detach() ** 2 * (4 + 9) / 5).item()))
-    with pytest.raises(ValueError, match="of type tuple has no tensor that tells its number of examples"):
+    with pytest.raises(ValueError, match="of type tuple has no tensor, so its number of examples is unknown"):
         mean_derivatives(model, [([1.0, 2.0],)], lambda model, x: model(torch.tensor(x)[:, None]).square().mean())
 
 

@@ -1,4 +1,4 @@
-"""The backend for laplace-torch has its conventions, and its diagonal where HesScaleGN is exact."""
+"""The backend follows the conventions of laplace-torch, and has the same diagonal where HesScaleGN is exact."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saliencies are true where the loss is quadratic and separable, and the masks are those of torch.nn.utils.prune."""
+"""Saliencies are exact for quadratic separable losses, and the masks are those of torch.nn.utils.prune."""
 
 from __future__ import annotations
 
@@ -136,20 +136,20 @@ def test_channels_of_transposed_convolutions_are_outputs():
 def test_channels_of_other_layers_need_a_dimension():
     """The Conv1D of transformers has its outputs in the second dimension."""
     layer = nn.Bilinear(2, 2, 3)
-    with pytest.raises(ValueError, match="outputs of Bilinear is not known; pass dim="):
+    with pytest.raises(ValueError, match="weight of Bilinear is the output; pass dim="):
         prune_channels({(layer, "weight"): torch.ones(3, 2, 2)}, 0.5)
     prune_channels({(layer, "weight"): torch.arange(12.0).view(3, 2, 2)}, 1 / 3, dim=0)
     assert layer.weight_mask.flatten(1).any(1).tolist() == [False, True, True]
 
 
-def test_channels_that_are_gone_count():
+def test_masked_channels_count_towards_sparsity():
     layers = [nn.Linear(2, 3), nn.Linear(2, 3)]
     prune.custom_from_mask(layers[0], "weight", torch.zeros(3, 2))
     prune_channels({(layer, "weight"): torch.rand(3, 2) for layer in layers}, 0.5)
     assert [int(layer.weight_mask[:, 0].sum()) for layer in layers if hasattr(layer, "weight_mask")] == [0, 3]
 
 
-def test_what_stays_in_any_case():
+def test_infinite_scores_and_the_best_channel_are_never_masked():
     layers = [nn.Linear(2, 3), nn.Linear(2, 3)]
     prune_channels({(layer, "weight"): torch.rand(3, 2) for layer in layers}, 1.0)
     assert [int(layer.weight_mask[:, 0].sum()) for layer in layers] == [1, 1]
@@ -192,7 +192,7 @@ def test_attention_is_left_out_and_trains_on():
             squares(model, *batch).backward()
 
 
-def test_a_masked_weight_says_nothing_about_its_channel():
+def test_masked_weights_do_not_count_for_channels():
     layer = nn.Linear(3, 2)
     prune.custom_from_mask(layer, "weight", torch.tensor([[0.0, 1.0, 1.0], [1.0, 1.0, 1.0]]))
     prune_channels({(layer, "weight"): torch.tensor([[torch.inf, 1.0, 1.0], [2.0, 2.0, 2.0]])}, 0.5)
@@ -216,7 +216,7 @@ def test_refusals():
         (scores, 1.5, "global", "from 0 to 1"),
         (scores, 0.5, "module", "'module' is not one of 'global', 'layer'"),
         ({place: torch.ones(2)}, 0.5, "global", "shape"),
-        ({place: torch.full((6, 4), torch.nan)}, 0.5, "global", "none of them NaN"),
+        ({place: torch.full((6, 4), torch.nan)}, 0.5, "global", "without NaN"),
         ({place: torch.ones(6, 4, dtype=torch.int64)}, 0.5, "global", "floating-point numbers"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -226,7 +226,7 @@ def test_refusals():
             prune_channels({place: scores[place]}, 0.5, dim=dim)
     tied = nn.Linear(4, 6)
     tied.weight = model[0].weight
-    with pytest.raises(ValueError, match="share one parameter"):
+    with pytest.raises(ValueError, match="share a parameter"):
         prune_channels({place: scores[place], (tied, "weight"): scores[place]}, 0.5)
     with pytest.raises(ValueError, match="not a parameter of the model"):
         saliency(model, data(), squares, places=[(nn.Linear(2, 2), "weight")])

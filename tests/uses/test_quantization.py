@@ -1,4 +1,4 @@
-"""Bits by sensitivity: costs are true where the loss is quadratic, and the budget holds."""
+"""Mixed-precision quantization: costs are exact for quadratic losses, and the budget is respected."""
 
 from __future__ import annotations
 
@@ -75,17 +75,17 @@ def test_steps_that_do_not_help_or_do_not_fit_are_not_taken():
     sizes = {"plateau": 10, "flat": 10, "large": 100}
     assert allocate(table, sizes, 8) == {"plateau": 4, "flat": 2, "large": 4}
     assert allocate(table, sizes, (4 * 10 + 2 * 10 + 3 * 100) / 120) == {"plateau": 4, "flat": 2, "large": 3}
-    with pytest.raises(ValueError, match="the fewest bits to choose from take 2"):
+    with pytest.raises(ValueError, match="the smallest numbers of bits need 2"):
         allocate(table, sizes, 1.5)
 
 
-def test_what_does_not_belong_together_is_refused():
+def test_mismatched_arguments_are_refused():
     with pytest.raises(ValueError, match=r"weight has shape \(2, 3\) .* there is one of shape \(1, 3\)"):
         costs({"weight": torch.ones(2, 3)}, {"weight": torch.ones(1, 3)})
     with pytest.raises(ValueError, match="there is none"):
         costs({"weight": torch.ones(2, 3)}, {"bias": torch.ones(3)})
     for bad in (float("nan"), float("inf"), -1.0):
-        with pytest.raises(ValueError, match="no sizes, of a"):
+        with pytest.raises(ValueError, match="no sizes, for a"):
             allocate({"a": {2: bad, 4: 1.0}}, {"b": 3}, 8)
         with pytest.raises(ValueError, match="costs of a must be finite and not negative"):
             allocate({"a": {2: bad, 4: 1.0}}, {"a": 3}, 8)

@@ -1,1 +1,1 @@
-"""Faults of PyTorch, each with the code that works around it."""
+"""Workarounds for bugs of PyTorch, one file for each."""

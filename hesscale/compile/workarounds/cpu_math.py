@@ -1,7 +1,7 @@
 """TorchInductor's expm1 and tanh on a CPU: expm1 is wrong near zero, and tanh is slow.
 
-Seen in torch 2.11 and 2.13: its C++ code computes expm1(x) as exp(x) - 1, which loses all digits where x is small;
-expm1(1e-9) is 0. Its tanh is right, but takes twice the time of ours.
+Seen in torch 2.11 and 2.13: its C++ code computes expm1(x) as exp(x) - 1, which loses all digits if x is small;
+expm1(1e-9) is 0. Its tanh is correct, but takes twice as long as ours.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def with_own_math(graph: GraphModule) -> GraphModule:
 
 
 def tanh(x: Tensor) -> Tensor:
-    """(e²ˣ − 1)/(e²ˣ + 1): to four units in the last place of float32, in half the time that TorchInductor's takes."""
+    """(e²ˣ − 1)/(e²ˣ + 1), accurate to four units in the last place of float32, in half the time of TorchInductor's tanh."""
     is_small, (p, q) = x.abs() < 0.5, lambert(x * x)
     e = (2 * x.clamp_max(20)).exp()  # beyond, tanh is 1
     return torch.where(is_small, x * p, e - 1) / torch.where(is_small, q, e + 1)
 
 
 def expm1(x: Tensor) -> Tensor:
-    """eˣ − 1 = 2t/(1 − t), t = tanh(x/2), near 0: TorchInductor computes exp(x) − 1 there too, which loses the digits."""
+    """eˣ − 1 = 2t/(1 − t), t = tanh(x/2), near 0, where exp(x) − 1 would lose digits."""
     p, q = lambert(x * x / 4)
     return torch.where(x.abs() < 0.5, x * p / (q - x * p / 2), x.exp() - 1)
 

@@ -1,8 +1,8 @@
 """Draws random numbers outside of compiled code, in the order of the graph.
 
-Seen in torch 2.11, and gone in 2.13: TorchInductor moves draws that depend on nothing, such as AdaHessian's signs, before
-the masks of dropout layers. Each draw then gets the numbers of another. This file can go when torch 2.11 is no longer
-supported.
+Seen in torch 2.11, and fixed in 2.13: TorchInductor moves draws that depend on nothing, such as AdaHessian's signs, before
+the masks of dropout layers. Each draw then gets the random numbers of another. This file can be removed when torch 2.11 is no
+longer supported.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Draw(NamedTuple):
     """A draw of random numbers that does not depend on computed values.
 
     Attributes:
-        function: draws the numbers; it is given an empty tensor to fill if there is a ``place``.
+        function: draws the numbers. If there is a ``place``, it fills an empty tensor.
         result: the shape, strides, dtype and device of what it returns.
     """
 
@@ -64,9 +64,9 @@ class Draw(NamedTuple):
 
 
 def separate_draws(graph: GraphModule) -> tuple[GraphModule, list[Draw]]:
-    """A graph that takes its random numbers as further arguments, and the draws that make them, in order.
+    """A graph that takes its random numbers as additional arguments, and the draws that produce them, in order.
 
-    The graph stays as it is if it draws only once, or if a draw depends on values that it computes.
+    The graph is returned unchanged if it draws only once, or if a draw depends on values that it computes.
     """
     if sum(map(is_draw, graph.graph.nodes)) < 2:
         return graph, []
@@ -119,7 +119,7 @@ def mask(place: Tensor, p: float, is_training: bool | None) -> Tensor:
 
 
 def drop(node: Node, kept: Node) -> None:
-    """Replace ``native_dropout`` by its arithmetic with a given mask."""
+    """Replace ``native_dropout`` by a multiplication with a given mask."""
     x, p = node.args[:2]
     with node.graph.inserting_before(node):
         left = node.graph.call_function(aten.mul.Tensor, (x, kept))

@@ -20,7 +20,8 @@ VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 def without_strides(graph: GraphModule) -> GraphModule:
     """The same graph with reshapes in place of views, which copy if the strides do not allow a view.
 
-    Views stay where a later change must be seen through them. Views of arguments stay too, since their strides are known.
+    A view is kept if a later in-place change must be visible through it. Views of arguments are kept too, since their strides are
+    known.
     """
     memory = Memory(graph)
     for node in graph.graph.nodes:
@@ -46,7 +47,7 @@ class Memory:
                 self.writes[one].append(i)
 
     def is_shared(self, view: Node) -> bool:
-        """Whether a write to the view is seen elsewhere, or a write elsewhere through the view."""
+        """Whether an in-place change of the view is visible elsewhere, or a change elsewhere is visible in the view."""
         origin = self.chain[view][-1]
         if origin.op == "placeholder":
             return True

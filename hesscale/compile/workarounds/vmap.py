@@ -1,4 +1,4 @@
-"""Graphs for torch.func.vmap: without in-place changes, and without operators that it does not support or gets wrong.
+"""Rewrite graphs for torch.func.vmap: without in-place changes, and without operators for which it fails or is wrong.
 
 Seen in torch 2.13:
 
@@ -41,7 +41,7 @@ def functional(graph: GraphModule, tensors: Sequence[Tensor]) -> GraphModule:
 
 
 def mappable(graph: GraphModule) -> GraphModule:
-    """The same graph, without operators that vmap does not support or gets wrong. ``as_strided`` is refused."""
+    """The same graph without operators for which vmap fails or is wrong. Raises CannotTrace for ``as_strided``."""
     add = graph.graph.call_function
     for node in list(graph.graph.nodes):
         if "as_strided" in str(node.target):

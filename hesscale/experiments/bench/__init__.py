@@ -1,4 +1,4 @@
-"""The cost of a training step: whole steps of each method, timed in turn, as ratios to torch's Adam in the same run."""
+"""The cost of a training step: whole steps of each method, timed in turn, relative to torch's Adam in the same run."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The command: it measures one workload after another, and writes its results after each.
+"""The command of the benchmark. It measures one workload after another, and writes the results after each.
 
-It is not an experiment with runs in the store: to measure a machine is to ask for new times, not for those of an earlier run.
+It is not an experiment with runs in the store, since the store would return the times of earlier runs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Log = Callable[[str], None]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line, which needs no further packages."""
+    """The command line. It needs no packages besides torch."""
     parser = argparse.ArgumentParser(description="Cost of a training step, as ratios to torch's Adam in the same run.")
     for field in fields(Settings):
         kind = type(field.default)
@@ -42,10 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run(settings: Settings, log: Log, program: str) -> dict[str, Any] | None:
-    """Measure and return the record, or only report and return None.
+    """Measure and return the record. With ``report``, only print tables and return None.
 
     Raises:
-        ValueError: for settings that name something unknown, or that do not go together.
+        ValueError: for settings with unknown names, or that contradict each other.
     """
     if settings.report:
         log(report(Path(settings.report), settings.into))
@@ -67,7 +67,7 @@ def run(settings: Settings, log: Log, program: str) -> dict[str, Any] | None:
 
 
 def report(folder: Path, into: str) -> str:
-    """Return the tables of all records below a folder; or write them to the file ``into``, and return a line that says so."""
+    """Return the tables of all records in a folder; or write them to the file ``into``, and return a line that says so."""
     found = record_files.load(folder)
     text = record_files.readme(found, Path(into))
     if not into:
@@ -79,7 +79,7 @@ def report(folder: Path, into: str) -> str:
 
 
 def measure(settings: Settings, work: Work, log: Log, command: str) -> dict[str, Any]:
-    """Measure one workload after another, and save after each."""
+    """Measure one workload after another, and save the record after each."""
     device = torch.device(settings.device)
     start = time.perf_counter()
     record: dict[str, Any] = {
@@ -132,7 +132,7 @@ def skipped_row(method: Method, mode: str, why: str) -> dict[str, Any]:
 
 
 def too_slow_to_go_on(rows: Iterable[dict[str, Any]], workload: Workload, limit: float) -> dict[tuple[Method, str], str]:
-    """Methods that may exceed the limit with a network of twice the size, and why: cost can grow with the cube of the size."""
+    """Methods that may exceed the limit with a network of twice the size, and why. Cost may grow with the cube of the size."""
     found = {}
     for row in rows:
         method = METHODS[row["method"]]

@@ -1,4 +1,4 @@
-"""An ensemble that is trained in one step, compared with as many single compiled steps one after another."""
+"""Compare the step of an ensemble with the same number of single compiled steps, one after another."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ WARM_UP = 4
 
 
 def ensemble_row(device: torch.device, *, rounds: int, block: float) -> dict[str, Any]:
-    """``ratio``: member-steps per second of an ensemble, divided by those of single runs, round by round; median and quartiles.
+    """``ratio``: member-steps per second of an ensemble, divided by those of single runs; median and quartiles over rounds.
 
-    The single runs are as many steps of one network, whose weights may stay in the cache, so the comparison favours them.
+    The single runs are the same number of steps of one network. Its weights may stay in the cache, which favours the single runs.
     """
     together = Together(device)
     alone = Step(METHOD, COMPILED, WORKLOAD.model(device), WORKLOAD.loss(), WORKLOAD.data(device))
@@ -42,7 +42,7 @@ def ensemble_row(device: torch.device, *, rounds: int, block: float) -> dict[str
 
 
 class Together:
-    """One step of all members, each with a seed, a batch and a step size of its own."""
+    """One step of all members, each with its own seed, batch and step size."""
 
     def __init__(self, device: torch.device) -> None:
         models = [WORKLOAD.model(device, seed) for seed in range(MEMBERS)]
@@ -57,7 +57,7 @@ class Together:
         self.step(*self.batch)
 
     def rest(self) -> None:
-        """Do nothing: no gradients are held between blocks."""
+        """Do nothing, since a compiled step holds no gradients."""
 
     @property
     def ran_as(self) -> str:

@@ -1,4 +1,4 @@
-"""Exact diagonals of the Hessian or GGN of a tanh MLP, by the dense recursion over pre-activations in the paper's Figure 1."""
+"""Exact diagonals of the Hessian or GGN of a tanh MLP, by the dense recursion over pre-activations of the paper's Figure 1."""
 
 from __future__ import annotations
 

@@ -20,11 +20,11 @@ from torch import Tensor
 from .methods import AGAIN, BASELINE, EAGER, GRAPH, MODES, Method, NotMeasured, Step
 from .workloads import Workload
 
-MEASURED = "measured"  # the part of a profile that counts
+MEASURED = "measured"  # the label of the part of a profile in which the peak is measured
 
 
 class Runnable(Protocol):
-    """Something to time: a call of ``run`` is a step, and ``rest`` is called between blocks."""
+    """An object to time: a call of ``run`` is a step, and ``rest`` is called between blocks."""
 
     @property
     def run(self) -> Callable[[], Any]: ...
@@ -34,7 +34,7 @@ class Runnable(Protocol):
 
 @dataclass
 class Case:
-    """Something to time, warmed up."""
+    """A warmed-up step to time."""
 
     step: Runnable
     calls: int  # in one block
@@ -42,18 +42,18 @@ class Case:
     ran_as: str = ""
 
     def forget_backward(self) -> None:
-        """Forget the backward passes of the warm-up."""
+        """Discard the times of backward passes during warm-up."""
         if isinstance(self.step, Step):
             self.step.backward_times.clear()
 
     def backward_ms(self, device: torch.device) -> list[float] | None:
-        """Milliseconds of a backward pass, block by block, where that can be told from the rest of a step."""
+        """Milliseconds of a backward pass, block by block, if it is timed separately from the rest of a step."""
         found = self.step.backward_times if isinstance(self.step, Step) and device.type == "cpu" else []
         return [1e3 * statistics.fmean(found[i : i + self.calls]) for i in range(0, len(found), self.calls)] or None
 
 
 def prepare(workload: Workload, method: Method, mode: str, batch: tuple[Tensor, Tensor], *, block: float, limit: float) -> Case:
-    """Build a step and warm it up. A block of calls should take ``block`` seconds, a step at most ``limit``."""
+    """Build a step, and warm it up. A block of calls should take ``block`` seconds, and a step at most ``limit`` seconds."""
     device = batch[0].device
     ways: set[str] = set()
 
@@ -81,7 +81,7 @@ def prepare(workload: Workload, method: Method, mode: str, batch: tuple[Tensor, 
 
 
 def timed(run: Callable[[], Any], calls: int, device: torch.device) -> float:
-    """Seconds that ``calls`` calls take, from an idle device to an idle device."""
+    """The seconds of ``calls`` calls, with a synchronization of the device before and after them."""
     wait(device)
     start = time.perf_counter()
     for _ in range(calls):
@@ -96,7 +96,7 @@ def wait(device: torch.device) -> None:
 
 
 class Stopwatch:
-    """Eager steps whose updates (everything after the loss) are also timed separately: ``update_ms`` has a mean per block."""
+    """Eager steps whose updates (everything after the loss) are timed separately too. ``update_ms`` has one mean per block."""
 
     def __init__(self, step: Step) -> None:
         self.step, self.device = step, step.batch[0].device
@@ -117,9 +117,9 @@ class Stopwatch:
 def with_peak(
     build: Callable[[], Step], use: Callable[[Step], None], device: torch.device, *, from_the_start: bool
 ) -> tuple[Step, int | None]:
-    """A step, and the peak memory in bytes of the tensors that it, its model and its optimizer hold while it is used.
+    """A step, and the peak memory in bytes of all tensors during its use, including those of model and optimizer.
 
-    A CUDA graph allocates when it is captured and not when it runs; ``from_the_start`` includes that.
+    A CUDA graph allocates memory when it is captured, not when it runs. ``from_the_start`` includes the capture.
     """
     gc.collect()
     if device.type == "cuda":
@@ -148,7 +148,7 @@ def with_peak(
 
 @contextmanager
 def silence() -> Iterator[None]:
-    """Silence standard error: some builds of torch print there when a profiler starts and stops."""
+    """Silence standard error, to which some builds of torch print when a profiler starts and stops."""
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
@@ -161,7 +161,7 @@ def silence() -> Iterator[None]:
 
 
 def peak_of(profile: Any) -> int | None:
-    """The largest total of allocations while the measured part ran; None if this version of torch does not report it."""
+    """The peak of allocated memory in the measured part; None if this version of torch does not report it."""
     try:
         events = profile.profiler.kineto_results.events()
         begins = min(event.start_ns() for event in events if event.name() == MEASURED)
@@ -179,12 +179,12 @@ def peak_of(profile: Any) -> int | None:
 def interleave(
     cases: Sequence[Case], rounds: int, device: torch.device, seed: int = 0
 ) -> tuple[dict[int, list[float]], dict[int, str]]:
-    """Milliseconds per step, by case and round. A case that fails is dropped, and its error is returned instead."""
+    """Milliseconds per step, by case and round. For a case that fails, the error is returned instead."""
     order = random.Random(seed)
     times: dict[int, list[float]] = {k: [] for k in range(len(cases))}
     errors: dict[int, str] = {}
     gc.collect()
-    gc.freeze()  # existing objects are not searched during a method's block
+    gc.freeze()  # excludes existing objects from garbage collection during blocks
     try:
         for _ in range(rounds):
             for k in order.sample(sorted(times), len(times)):
@@ -207,7 +207,7 @@ def quartiles(values: Iterable[float]) -> dict[str, float]:
 
 
 def ratios(times: Sequence[float], base: Sequence[float] | None) -> dict[str, float] | None:
-    """Median and quartiles of the ratios in each round."""
+    """Median and quartiles of the ratios over rounds."""
     return None if base is None else quartiles(a / b for a, b in zip(times, base, strict=True))
 
 
@@ -216,7 +216,7 @@ def digits(value: float) -> float:
 
 
 def message(error: BaseException) -> str:
-    """The first informative line of an error, short enough for a table."""
+    """The first informative line of an error, shortened for a table."""
     line = next((line for line in str(error).splitlines() if line.strip()), "")
     text = f"{type(error).__name__}: {line}" if line and not isinstance(error, NotMeasured) else line or type(error).__name__
     return text if len(text) <= 200 else text[:199] + "…"

@@ -1,4 +1,4 @@
-"""The methods that are measured: a whole training step of each, in every mode.
+"""The methods to measure: a whole training step of each, in every mode.
 
 A step clears the gradients, runs the forward pass, runs the backward pass with the method's curvature, and updates the weights.
 """
@@ -25,22 +25,22 @@ from . import exact
 EAGER, COMPILED, GRAPH, AGAIN = "eager", "compiled", "graph", "again"
 MODES = {EAGER: "eager", COMPILED: "compiled", GRAPH: "compiled + CUDA graph", AGAIN: "compiled, by again"}
 BASELINE = "adam"
-STEP_SIZE = 1e-8  # so small that thousands of steps on one batch do not diverge, and all cost the same
+STEP_SIZE = 1e-8  # so small that thousands of steps on one batch do not diverge
 TRUST_RADIUS = 1e-8
 
 
 class NotMeasured(Exception):
-    """A method is not measured, although nothing has failed."""
+    """A method is skipped, for a reason other than a failure."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """An optimizer, and where its Hessian diagonal comes from."""
+    """An optimizer, and the source of its Hessian diagonal."""
 
     name: str
     label: str
     optimizer: Callable[..., torch.optim.Optimizer]
-    period: int = 1  # number of steps after which its costs repeat
+    period: int = 1  # the number of steps after which its costs repeat
     source: str = ""  # a BackPACK extension, "exact" or "exact-ggn"; the optimizer's own backward otherwise
     colour: str | None = None
 
@@ -59,7 +59,7 @@ def method(optimizer: str, name: str = "") -> Method:
 
 
 def method_of(source: str, name: str, label: str) -> Method:
-    """AdaHesScale with a diagonal from elsewhere."""
+    """AdaHesScale with a diagonal from another source."""
     make = functools.partial(OPTIMIZERS["adahesscale"].make, lr=STEP_SIZE)
     return Method(name, label, make, source=source, colour=COLOURS[name])
 
@@ -102,7 +102,7 @@ class Step:
         self.model, self.criterion, self.batch = model, criterion, batch
         self.optimizer: Any = method.optimizer(model.parameters())
         self.run: Callable[[], Any] = self.eager
-        self.backward_times: list[float] = []  # seconds of each eager backward pass; a GPU is not waited for
+        self.backward_times: list[float] = []  # seconds of each eager backward pass, without waiting for a GPU
         self.backward: Callable[[Any], None] = self.own
         if mode != EAGER:
             self.compiled = compiled_step(model, criterion, self.optimizer, mode)
@@ -117,13 +117,13 @@ class Step:
 
     @property
     def ran_as(self) -> str:
-        """How the last call ran: a compiled step may fall back."""
+        """The mode of the last call. A compiled step may have fallen back to another one."""
         if self.mode == EAGER or (self.mode == AGAIN and self.compiled.repeat is not None):
             return MODES[self.mode]
         return str(self.compiled.mode)
 
     def rest(self) -> None:
-        """Hold no gradients while other methods run."""
+        """Free gradients before other methods run."""
         if self.mode == EAGER:
             self.optimizer.zero_grad()
 
@@ -131,7 +131,7 @@ class Step:
         self.update(self.forward())
 
     def forward(self) -> Any:
-        """Clear the gradients and run the forward pass. Returns what :meth:`update` takes."""
+        """Clear the gradients and run the forward pass. Returns the loss, for :meth:`update`."""
         self.optimizer.zero_grad()
         if self.method.source.startswith("exact"):
             return exact.forward(self.model, self.criterion, *self.batch)

@@ -1,4 +1,4 @@
-"""Deep networks, small enough for one core: transformers for images and text, and a ResNet without normalizers."""
+"""Deep networks that are small enough for one core: transformers for images and text, and a normalizer-free ResNet."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-SILU_GAIN = 1.7881  # brings the variance of SiLU(x) back to one, for x of variance one
+SILU_GAIN = 1.7881  # scales SiLU(x) to variance one, for x of variance one
 BRANCH_GAIN = 0.2
 
 
 class Attention(nn.Module):
-    """Self-attention of several heads."""
+    """Multi-head self-attention."""
 
     def __init__(self, width: int, heads: int, is_causal: bool) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def transformer(width: int, heads: int, blocks: int, *, is_causal: bool) -> nn.S
 
 
 class Patches(nn.Module):
-    """An image as a sequence: a token for the class, and one for each patch."""
+    """An image as a sequence: a class token, and one token per patch."""
 
     def __init__(self, width: int, patches: int, size: int) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def gpt(width: int = 128, heads: int = 4, blocks: int = 4, vocabulary: int = 256
 
 
 class Autocast(nn.Sequential):
-    """Layers that run in bfloat16 where autocast says so; their result is in single precision."""
+    """Layers under bfloat16 autocast. The result is in single precision."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast(x.device.type, torch.bfloat16):
@@ -127,7 +127,7 @@ class ScaledSiLU(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """shortcut(x) + α g f(β SiLU(x)), where β undoes the variance that earlier blocks have added, and g is learned."""
+    """shortcut(x) + α g f(β SiLU(x)), where β compensates for the variance that earlier blocks add, and g is learned."""
 
     def __init__(self, inputs: int, outputs: int, stride: int, beta: float) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ class Bottleneck(nn.Module):
 
 
 def nf_resnet(width: int = 64, blocks: int = 2, classes: int = 100) -> nn.Sequential:
-    """A ResNet without normalizers for images of 32 × 32, in four stages whose widths double."""
+    """A normalizer-free ResNet for images of 32 × 32, with four stages whose widths double."""
     layers: list[nn.Module] = [StandardizedConv(3, 64, 3)]
     channels = 64
     for stage in range(4):

@@ -1,4 +1,4 @@
-"""Records of the benchmark on disk: JSON, a page in Markdown and a figure beside it; all made from the record alone."""
+"""Records of the benchmark on disk: JSON, and a Markdown page and a figure that are made from it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def save_page(path: Path, record: Record) -> None:
 
 
 def load(folder: Path) -> list[tuple[Path, Record]]:
-    """Every record below a folder, oldest first."""
+    """All records in a folder, the oldest first."""
     found = [(path, read(path)) for path in sorted(folder.rglob("*.json"))]
     if not found:
         raise ValueError(f"there are no records in {folder}")
@@ -61,7 +61,7 @@ def page(record: Record, name: str) -> str:
 
 
 def readme(found: Sequence[tuple[Path, Record]], page: Path) -> str:
-    """The tables of all records and all targets, with links to the files, for the page that collects them."""
+    """The tables of all records and of all targets, with links to the files, for a page of all results."""
     parts = ["### Targets\n\n" + table(targets_table(target_results([record for _, record in found])))]
     for path, record in found:
         link = Path(os.path.relpath(path, page.parent)).as_posix()
@@ -76,7 +76,7 @@ def readme(found: Sequence[tuple[Path, Record]], page: Path) -> str:
 
 
 def insert(path: Path, text: str) -> None:
-    """Replace the text between the two markers."""
+    """Replace the text between the two markers in a file."""
     page = path.read_text(encoding="utf-8")
     if page.count(BEGIN) != 1 or page.count(END) != 1:
         raise ValueError(f"{path} needs one line {BEGIN!r} and one line {END!r}")

@@ -1,4 +1,4 @@
-"""What to measure: the options of the command, and the workloads, methods and modes that they ask for."""
+"""The options of the command, and the workloads, methods and modes that they select."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def workloads_of(settings: Settings) -> list[Workload]:
 
 
 def methods_of(settings: Settings) -> list[Method]:
-    """The methods that are asked for, and Adam, to which all others are compared."""
+    """The selected methods, and Adam, to which all others are compared."""
     default = IN_THE_PAPER if settings.sweep else ",".join(METHODS)
     methods = choose(settings.methods or default, METHODS, "method")
     return methods if METHODS[BASELINE] in methods else [METHODS[BASELINE], *methods]

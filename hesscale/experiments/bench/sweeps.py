@@ -18,7 +18,7 @@ Key = tuple[str, str]  # a method and a mode
 
 @dataclass(frozen=True)
 class Slope:
-    """d log time / d log size, and how much larger it is than Adam's, from the ratios to Adam at each size."""
+    """d log time / d log size, and its difference from Adam's slope, fitted to the ratios to Adam at each size."""
 
     slope: float
     above_adam: float | None
@@ -49,7 +49,7 @@ class Sweep:
 
     @property
     def slopes(self) -> dict[Key, Slope]:
-        """The slopes of methods that were measured at two sizes or more."""
+        """The slopes of methods that were measured at two or more sizes."""
         found = {}
         for key in self.keys:
             times, ratios = self.of(key, "ms"), self.of(key, "ratio")
@@ -83,7 +83,7 @@ class Sweep:
 
 
 def sweep_of(record: Record) -> Sweep:
-    """The sweep that a record holds."""
+    """The sweep of a record."""
     points = {
         workload["size"]: {(row["method"], row["mode"]): row for row in workload["rows"]} for workload in record["workloads"]
     }

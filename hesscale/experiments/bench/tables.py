@@ -1,4 +1,4 @@
-"""What a record shows: tables for the terminal and the pages, and one figure."""
+"""The tables of a record, for the terminal and the pages, and its figure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .sweeps import Record, Row, sweep_of
 from .targets import TargetResult, spread
 from .workloads import CUDA, SWEEPS
 
-LIBRARIES_OWN = 2**28  # bytes on a GPU: below this, workspaces that libraries allocate at first use outweigh a step
+LIBRARIES_OWN = 2**28  # bytes on a GPU; below this, workspaces that libraries allocate at first use dominate the memory of a step
 BACKWARD = "backward pass, ratio to Adam's"
 HEADER = ("method", "mode", "ms a step", "ratio to Adam, same mode", "ratio to eager Adam", "peak memory, ratio to Adam")
 
@@ -53,7 +53,7 @@ def slopes_table(record: Record) -> Table:
 
 
 def sweep_table(record: Record) -> Table:
-    """Milliseconds at every size, and the slope of the fit; the caption lists what is missing."""
+    """Milliseconds at every size, and the slope of the fit. The caption lists missing measurements."""
     found = sweep_of(record)
     ends = ("ratio to Adam at the last size", "slope", "slope − Adam's")
     header = [f"ms a step ({SWEEPS[found.kind]})", "mode", *map(str, found.rows), *ends]

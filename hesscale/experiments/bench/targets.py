@@ -1,4 +1,4 @@
-"""Targets for the cost of a step, and whether the records reach them."""
+"""Targets for the cost of a step, and whether the measurements reach them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from .sweeps import Record, Row, sweep_of
 from .workloads import CPU, CUDA, SWEEPS
 
 NOT_MEASURED = "not measured"
-ROUNDS = 30  # the fewest with which a target can be checked
-SIZES = 4  # the fewest with which a slope can be checked
+ROUNDS = 30  # the minimum to check a target
+SIZES = 4  # the minimum to check a slope
 SLOPE_MARGIN = 0.05
 PAPER_GN = 1.25  # AdaHesScaleGN's cost in the paper, relative to Adam
 
 
 @dataclass(frozen=True)
 class Target:
-    """A method's time or memory, at most ``limit`` times that of Adam, in the same mode unless the quantity says otherwise."""
+    """A method's time or memory should be at most ``limit`` times that of Adam, by default in the same mode."""
 
     device: str
     workload: str
@@ -59,7 +59,7 @@ ENSEMBLE_AT_LEAST = 4.0
 
 @dataclass(frozen=True)
 class TargetResult:
-    """A target and what was measured; ``reached`` is None if nothing or too little was measured."""
+    """A target and its measurement. ``reached`` is None if there are no or not enough measurements."""
 
     text: str
     target: str
@@ -92,7 +92,7 @@ def check_target(target: Target, records: Sequence[Record]) -> TargetResult:
 
 
 def check_gauss_newton(target: Target, records: Sequence[Record]) -> TargetResult:
-    """Compare AdaHesScaleGN with AdaHesScale, round by round in one run, and with the paper's 1.25."""
+    """Compare AdaHesScaleGN with AdaHesScale, round by round in the same run, and with the paper's 1.25."""
     other = GAUSS_NEWTON[target.method]
     text, failed = f"{name(target)}, {METHODS[other].label} / {METHODS[target.method].label}", ""
     for rows in runs(records, target):
@@ -125,7 +125,7 @@ def check_ensemble(records: Sequence[Record]) -> TargetResult:
 
 
 def check_sweep(kind: str, records: Sequence[Record]) -> list[TargetResult]:
-    """Slopes of the two methods of this library, on every device that was measured."""
+    """The slopes of AdaHesScale and AdaHesScaleGN, on every device that was measured."""
     target = f"≤ Adam's + {SLOPE_MARGIN}"
     found = []
     swept = [record for record in records if record["sweep"] == kind]
@@ -148,7 +148,7 @@ def check_sweep(kind: str, records: Sequence[Record]) -> list[TargetResult]:
 
 
 def runs(records: Sequence[Record], target: Target) -> Iterator[dict[tuple[str, str], Row]]:
-    """The rows of a target's workload by method and mode, run by run, the last one first."""
+    """The rows of a target's workload by method and mode, for each run, the last run first."""
     for record in reversed(records):
         for workload in record["workloads"]:
             if (record["machine"]["device"], workload["name"]) == (target.device, target.workload):
@@ -166,7 +166,7 @@ def spread(value: dict[str, float] | float, places: int = 2) -> str:
 
 
 def decimals(value: float, limit: float, least: int = 2) -> int:
-    """The number of decimals with which the printed value is on the same side of the limit as the value itself."""
+    """The number of decimals for which the rounded value is on the same side of the limit as the value."""
     return next((n for n in range(least, 9) if (round(value, n) <= limit) == (value <= limit)), 9)
 
 
@@ -179,7 +179,7 @@ def later(failed: str) -> str:
 
 
 def caveats(row: Row, other: Row | None = None) -> str:
-    """Why a measured row, or the row that it is compared with, does not count for a target."""
+    """Why a row, or the row that it is compared with, cannot be used for a target."""
     found = "" if row["ran_as"] == MODES[row["mode"]] else f"; ran as {row['ran_as']}"
     if other and other["ran_as"] != MODES[other["mode"]]:
         found += f"; {METHODS[other['method']].label} ran as {other['ran_as']}"

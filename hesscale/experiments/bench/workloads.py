@@ -27,10 +27,10 @@ class Workload:
     outputs: int
     batch: dict[str, int]  # by device type
     loss: type[nn.Module] = nn.CrossEntropyLoss
-    devices: tuple[str, ...] = (CPU, CUDA)  # where it runs unless it is asked for by name
-    size: int | None = None  # what a sweep varies
-    left_out: dict[str, str] = field(default_factory=dict)  # methods that are not safe to try, and why
-    vocabulary: int | None = None  # of tokens, where the inputs are tokens; each of them has a target
+    devices: tuple[str, ...] = (CPU, CUDA)  # devices on which it runs even if it is not selected by name
+    size: int | None = None  # the quantity that a sweep varies
+    left_out: dict[str, str] = field(default_factory=dict)  # methods that are not safe to run, and why
+    vocabulary: int | None = None  # the number of tokens, if the inputs are tokens; each position then has a target
 
     def model(self, device: torch.device, seed: int = 0) -> nn.Sequential:
         """The network for a seed. Xavier initialization keeps signals in range at any depth."""

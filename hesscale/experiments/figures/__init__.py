@@ -1,1 +1,1 @@
-"""The paper's experiments, one file per family of figures; each has an ``EXPERIMENT``."""
+"""The paper's experiments, one file per family of figures. Each file defines an ``EXPERIMENT``."""

@@ -1,4 +1,4 @@
-"""What the runs of ``dominance`` show: ρ before and after training, beside the paper's values, and Appendix E."""
+"""The report of ``dominance``: ρ before and after training, with the paper's values, and Appendix E."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ RANDOM_MATRICES = 100
 PUBLISHED = {"before": (0.94, 0.91, 0.89, 0.91), "after": (0.75, 0.54, 0.81, 0.98)}
 OF_PAPER = "The paper's values are of 300 networks on EMNIST."
 COLOURS = {"before": "#1f77b4", "after": "#d62728"}
-AVERAGED = {"before": "#17becf", "after": "#ff7f0e"}  # colours of values that are averaged over networks first
+AVERAGED = {"before": "#17becf", "after": "#ff7f0e"}  # colours of values of |H| averaged over networks
 
 
 def rho(A: Tensor) -> Tensor:
-    """ρ of each matrix: 1 if it is diagonal, 0 if its diagonal is zero, nan if the whole matrix is zero."""
+    """ρ of each matrix: 1 if it is diagonal, 0 if its diagonal is zero, NaN if the whole matrix is zero."""
     found: Tensor = A.diagonal(dim1=-2, dim2=-1).norm(dim=-1) / torch.linalg.matrix_norm(A)
     return found
 
@@ -32,7 +32,7 @@ def sections(results: list[Result]) -> list[Section]:
     groups: dict[Any, dict[int, Result]] = {}
     for result in sorted(results, key=lambda result: (result.task.first, result.task.count)):
         group = replace(result.task, first=0, count=0)
-        groups.setdefault(group, {})[result.task.first] = result  # of two blocks with the same first network, the larger
+        groups.setdefault(group, {})[result.task.first] = result  # if two blocks have the same first network, use the larger one
     apart = [name for task in list(groups)[:1] for name in vars(task) if len({getattr(t, name) for t in groups}) > 1]
     found = []
     for task, blocks in groups.items():
@@ -77,7 +77,7 @@ def section(name: str, task: Any, blocks: list[Result]) -> Section:
 
 
 def findings(name: str, title: str, ratios: dict[str, Tensor]) -> list[Finding]:
-    """ρ before and after training, beside that of random matrices, and the layer where training lowers it most."""
+    """ρ before and after training, compared with random matrices, and the layer in which training lowers it most."""
     means = {when: [mean_and_error(ratio) for ratio in found.T] for when, found in ratios.items()}
     if any(math.isnan(mean) for found in means.values() for mean, _ in found):
         return []
@@ -149,7 +149,7 @@ def off_diagonal_gradient(W: Tensor, h: Tensor) -> Tensor:
 
 
 def appendix_e() -> Section:
-    """The two cases in which ∇J is zero, the second on average, and one in which it is not."""
+    """The two cases in which ∇J is zero (in the second, on average), and a case in which it is not."""
     W, h, alpha = gaussian(RANDOM_MATRICES, WIDTH, WIDTH), gaussian(WIDTH).abs(), 0.5 * torch.ones_like(gaussian(WIDTH))
     rows: list[Sequence[str]] = []
     for case, weights, hessian in (

@@ -1,4 +1,4 @@
-"""Sentences about what runs show, each with its numbers. There is none where the runs do not support it."""
+"""Findings: sentences about results, with numbers. A finding is left out if the runs do not support it."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from collections.abc import Callable, Mapping, Sequence
 from ..lab.plots import Finding
 from ..lab.statistics import Summary
 
-ERRORS = 2  # standard errors of a difference, from which on one result is better than another
+ERRORS = 2  # a result is better than another one if they differ by more than this number of standard errors
 
 
 def highest(
     what: str, results: Mapping[str, Summary], text: Callable[[str, Summary], str], figure: str, start: str = ""
 ) -> list[Finding]:
-    """Which of several methods is best, and by how much it differs from Adam, or from the next one if it is Adam.
+    """The best of several methods, and how much it differs from Adam, or from the next best one if it is Adam.
 
     Args:
-        what: the quantity of which more is better.
-        results: means over seeds; methods with a single seed are left out, as differences between them may be noise.
-        text: writes the result of a method.
-        start: how the sentence begins.
+        what: a quantity of which more is better.
+        results: means over seeds. Methods with a single seed are left out, since their differences may be noise.
+        text: formats the result of a method.
+        start: the beginning of the sentence.
     """
     known = {label: at for label, at in results.items() if at.error is not None}
     if len(known) < 2:
@@ -38,7 +38,7 @@ def is_better(one: Summary, other: Summary) -> bool:
 
 
 def divergence_findings(counts: Mapping[str, tuple[int, int]], start: str = "") -> list[Finding]:
-    """How many runs diverged; ``counts`` has those of each method, and how many runs it has."""
+    """How many runs diverged. ``counts`` has the number of diverged runs and of all runs, for each method."""
     bad = {label: found for label, found in counts.items() if found[0]}
     if not bad:
         return []

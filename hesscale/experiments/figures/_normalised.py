@@ -1,4 +1,4 @@
-"""Scores of agents: mean returns normalised within an environment, and their interquartile mean over environments."""
+"""Scores of agents: mean returns normalized per environment, and their interquartile mean over environments."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ FROM_LOWEST = (
 
 
 def definition(results: Iterable[Result]) -> str:
-    """How the scores of these results are defined."""
+    """Sentences that define the scores of these results."""
     has_floor = any(result.task.optimizer == UNTRAINED for result in results)
     return f"{RETURNS} {FROM_UNTRAINED if has_floor else FROM_LOWEST}"
 
 
 class Method(NamedTuple):
-    """An optimizer, with its trust radius where several are compared, and with the KL divergence that the radius adapts to."""
+    """An optimizer, with its trust radius if several radii are compared, and with the target KL divergence of the radius."""
 
     optimizer: str
     trust_radius: float | None = None
@@ -67,7 +67,7 @@ Cell = tuple[Method, float]  # a method and a step size
 
 
 def methods_of(results: Iterable[Result]) -> dict[Config, Method]:
-    """The method of each task. Trust radii are part of it only if scaled optimizers have several."""
+    """The method of each task. It includes the trust radius only if scaled optimizers have several radii."""
     tasks = [result.task for result in results]
     is_scaled = {name: spec.is_scaled for name, spec in AGENT_OPTIMIZERS.items()}
     radii = {task.trust_radius for task in tasks if is_scaled[task.optimizer]}
@@ -79,7 +79,7 @@ def methods_of(results: Iterable[Result]) -> dict[Config, Method]:
 
 
 def in_order(methods: Iterable[Method]) -> list[Method]:
-    """Methods in the order of the registry, then by radius, each once and without untrained agents."""
+    """Methods in the order of the registry, then by radius, without duplicates and untrained agents."""
     order = list(AGENT_OPTIMIZERS)
     known = {method for method in methods if method.optimizer != UNTRAINED}
     return sorted(known, key=lambda method: (order.index(method.optimizer), method.trust_radius or 0, method.target_kl))
@@ -90,10 +90,10 @@ class Scores:
     """The scores of all runs in one environment.
 
     Attributes:
-        returns: mean returns by method and step size, then by seed; a run that diverged has the worst of all returns.
-        low, high: returns whose scores are 0 and 1.
+        returns: mean returns by method and step size, then by seed. A run that diverged has the worst of all returns.
+        low, high: the returns with the scores 0 and 1.
         diverged: how many runs diverged, by method and step size.
-        scaled: the share of steps that the trust region shortened, a mean over networks for each run that has trust regions.
+        scaled: the fraction of steps that the trust region shortened, averaged over networks, for each run with trust regions.
     """
 
     env: str
@@ -118,9 +118,9 @@ class Scores:
 
 
 def scores_of(env: str, results: list[Result], methods: dict[Config, Method]) -> Scores | None:
-    """The scores in an environment, from 0 for untrained agents, or for the lowest average if there are none.
+    """The scores in an environment. Untrained agents have the score 0; if there are none, the lowest average has.
 
-    None if nothing is higher than that.
+    None if no average is higher than that.
     """
     known = [r.values["mean_return"] for r in results if r.values["mean_return"] is not None]
     if not known:
@@ -143,7 +143,7 @@ def scores_of(env: str, results: list[Result], methods: dict[Config, Method]) ->
 
 
 class Estimate(NamedTuple):
-    """An interquartile mean and its 95 % interval, which a single seed does not have."""
+    """An interquartile mean and its 95 % interval (None for a single seed)."""
 
     iqm: float
     interval: tuple[float, float] | None
@@ -153,26 +153,26 @@ class Estimate(NamedTuple):
 
 
 def aggregate(known: list[Scores], method: Method) -> dict[float, Estimate]:
-    """Interquartile means over all environments, by step size, from the seeds that every environment has."""
+    """Interquartile means over all environments, by step size, over the seeds that all environments have."""
     sizes = sorted({size for scores in known for other, size in scores.returns if other == method})
     found = {size: estimate([scores.of((method, size)) for scores in known]) for size in sizes}
     return {size: at for size, at in found.items() if at is not None}
 
 
 def tuned(known: list[Scores], method: Method) -> dict[str, float]:
-    """The step size with the highest mean score, for each environment that the method was tried in."""
+    """The step size with the highest mean score, for each environment in which the method has runs."""
     means = {scores.env: scores.means(method) for scores in known}
     return {env: max(found, key=lambda size: found[size].mean) for env, found in means.items() if found}
 
 
 def aggregate_tuned(known: list[Scores], method: Method) -> Estimate | None:
-    """The interquartile mean over all environments, at the best step size of each; None if one of them is missing."""
+    """The interquartile mean over all environments, with the best step size of each; None if one of them has no runs."""
     sizes = tuned(known, method)
     return estimate([scores.of((method, sizes[scores.env])) for scores in known]) if len(sizes) == len(known) else None
 
 
 def estimate(columns: list[dict[int, float]]) -> Estimate | None:
-    """The interquartile mean of scores, one column by seed for each environment; None if they share no seed."""
+    """The interquartile mean of scores. ``columns`` has the scores by seed, for each environment. None if they share no seed."""
     seeds = sorted(set.intersection(*[set(column) for column in columns])) if columns else []
     if not seeds:
         return None

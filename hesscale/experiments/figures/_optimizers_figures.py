@@ -1,4 +1,4 @@
-"""What the matrix of tasks and optimizers shows: each optimizer at its best step size and at Adam's default, beside Adam."""
+"""The report of ``optimizers``: each optimizer at its best step size and at Adam's default step size, compared with Adam."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Method:
     Attributes:
         by_size: results of the seeds that all step sizes have, by step size.
         best: the step size with the best mean score on the validation split.
-        all_runs: all results, whichever seeds other step sizes have.
+        all_runs: all results, including seeds that other step sizes lack.
     """
 
     def __init__(self, name: str, results: Sequence[Result], metric: str) -> None:
@@ -43,24 +43,24 @@ class Method:
         return IMAGE_OPTIMIZERS[self.name].label
 
     def scores(self, split: str, size: float) -> list[float]:
-        """By seed, where more is better: accuracies, 0 for a seed that diverged, or minus the losses, −∞ for such a seed."""
+        """Scores by seed; more is better: accuracies (0 for a diverged seed), or negative losses (−∞ for such a seed)."""
         if self.metric == "accuracy":
             return [result.values.get(f"{split}_accuracy", 0.0) for result in self.by_size[size]]
         return [-result.values.get(f"{split}_loss", math.inf) for result in self.by_size[size]]
 
     def accuracy(self, size: float) -> Summary | None:
-        """On the test split, where a seed that diverged counts as 0; None if there is no run at the step size."""
+        """Accuracy on the test split. A diverged seed counts as 0. None if there is no run at this step size."""
         results = self.by_size.get(size)
         return summary([result.values.get("test_accuracy", 0.0) for result in results]) if results else None
 
     def loss(self, size: float) -> Summary | None:
-        """On the test split, over the seeds that did not diverge; None if there are none."""
+        """Loss on the test split, over the seeds that did not diverge; None if there are none."""
         alive = finished(self.by_size.get(size, []))
         return summary([result.values["test_loss"] for result in alive]) if alive else None
 
 
 class Comparison:
-    """All optimizers on one task; ``label`` is its name, with the settings in which it differs from others of that name."""
+    """All optimizers on one task. ``label`` is the task's name, with the settings that distinguish tasks of the same name."""
 
     def __init__(self, label: str, results: Sequence[Result]) -> None:
         self.label, self.task = label, results[0].task
@@ -76,13 +76,13 @@ class Comparison:
         return self.methods.get("adam")
 
     def share(self, method: Method) -> float | None:
-        """The accuracy at Adam's default step size as a share of tuned Adam's; None if one of the two is unknown."""
+        """The accuracy at Adam's default step size, relative to that of tuned Adam; None if one of the two is unknown."""
         untuned = method.accuracy(DEFAULT_STEP_SIZE)
         tuned = self.adam.accuracy(self.adam.best) if self.adam else None
         return untuned.mean / tuned.mean if untuned and tuned and tuned.mean else None
 
     def lead(self, method: Method) -> float | None:
-        """How many standard errors of the difference a tuned optimizer is ahead of tuned Adam; None without two seeds each."""
+        """The lead of a tuned optimizer over tuned Adam, in standard errors of the difference; None without two seeds each."""
         if self.adam is None:
             return None
         own, others = (found.scores("test", found.best) for found in (method, self.adam))
@@ -96,14 +96,14 @@ class Comparison:
         return difference / deviation if deviation else math.copysign(math.inf, difference) if difference else 0.0
 
     def cost(self, method: Method) -> float | None:
-        """Seconds of a step relative to Adam's, in the median run; None if they ran on other machines, or in another mode."""
+        """The time of a step relative to Adam's, in the median run; None if machine or mode differ."""
         if self.adam is None or conditions(method) != conditions(self.adam):
             return None
         return median_seconds(method) / median_seconds(self.adam)
 
 
 def conditions(method: Method) -> object:
-    """What must be the same for seconds to be compared."""
+    """The conditions that must be equal to compare times."""
     facts = [result.facts for result in method.all_runs]
     machines = [machine for each in facts for machine in (each.get("machine", {}), *each.get("earlier_machines", ()))]
     return {tuple(sorted(machine.items())) for machine in machines}, {result.values["mode"] for result in method.all_runs}
@@ -114,7 +114,7 @@ def median_seconds(method: Method) -> float:
 
 
 def sections(results: list[Result]) -> list[Section]:
-    """The summary over all tasks, and a section for each."""
+    """A summary over all tasks, and a section for each task."""
     if not results:
         return []
     comparisons = compared(results)
@@ -195,7 +195,7 @@ def jump(method: Method) -> str:
 
 
 def by_step_size(comparison: Comparison, name: str) -> Plot:
-    """Test accuracy by step size, or test loss, where a step size at which all seeds diverged breaks the line."""
+    """Test accuracy or test loss by step size. For losses, the line has a gap where all seeds diverged."""
     is_loss = comparison.problem.metric == "loss"
     series = []
     for method in comparison.methods.values():
@@ -216,12 +216,12 @@ def file_name(comparison: Comparison) -> str:
 
 
 class Record:
-    """How an optimizer fares on all tasks that it was tried on.
+    """The results of an optimizer on all tasks for which it has runs.
 
     Attributes:
-        worst, where: the lowest accuracy at Adam's default step size as a share of tuned Adam's, and the task; None if unknown.
-        tasks: how many tasks have at least two seeds of it and of Adam.
-        ahead, behind: those of them in which it is, tuned, better or worse than tuned Adam.
+        worst, where: the lowest accuracy at Adam's default step size, relative to tuned Adam, and its task; None if unknown.
+        tasks: the number of tasks with at least two seeds of this optimizer and of Adam.
+        ahead, behind: the tasks in which it is, after tuning, better or worse than tuned Adam.
     """
 
     def __init__(self, comparisons: Sequence[Comparison], name: str) -> None:
@@ -239,7 +239,7 @@ class Record:
 
 
 def findings(comparisons: Sequence[Comparison], names: Sequence[str]) -> list[Finding]:
-    """Which optimizers are better or worse than Adam when tuned, and which keep most of its accuracy untuned."""
+    """Which optimizers are better or worse than Adam if all are tuned, and which come closest to tuned Adam without tuning."""
     records = [Record(comparisons, name) for name in names]
     found, compared_ones = [], [record for record in records if record.tasks and record.name != "adam"]
     figure = f"{file_name(comparisons[0])}-step-sizes"

@@ -1,4 +1,4 @@
-"""What the runs of ``quality`` show: Fig. 2a and 2b, the distances to diag(G), and which of the paper's claims hold."""
+"""The report of ``quality``: Fig. 2a and 2b, the distances to diag(G), and which of the paper's claims hold."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHOWN = (
 )
 NORM_OF_GGN = "|diag(G)|"
 CAPTION = "Means over networks ± standard errors."
-ROUNDING = 1e-12  # errors below this share of a layer's norm count as zero
+ROUNDING = 1e-12  # errors below this fraction of a layer's norm count as zero
 QUIRKS = (
     "BL89 and AdaHessian are computed as in the authors' code. There, BL89 belongs to another network, which is initialized and "
     "trained separately, and BL89 is zero in the last layer. AdaHessian is |Hz| in place of z∘Hz, and with "
@@ -40,7 +40,7 @@ QUIRKS = (
 
 @dataclass
 class Findings:
-    """Mean errors of networks: (networks, layers, methods), the methods as in METHODS and TO_GGN."""
+    """Mean errors of shape (networks, layers, methods), with the methods in METHODS and TO_GGN."""
 
     task: Any
     errors: Tensor
@@ -48,7 +48,7 @@ class Findings:
     sizes: list[int]
 
     def error(self, method: str, layer: int | None = None) -> Tensor:
-        """The error of each network, in one layer or summed over all."""
+        """The error of each network, in one layer or summed over all layers."""
         found = self.errors[:, :, METHODS.index(method)]
         return found.sum(1) if layer is None else found[:, layer]
 
@@ -62,7 +62,7 @@ class Findings:
 
 
 def sections(results: list[Result]) -> list[Section]:
-    """One for each choice of settings."""
+    """One section for each combination of settings."""
     groups: dict[Any, dict[int, Findings]] = {}  # the networks of each section, by number
     for result in results:
         networks = groups.setdefault(dataclasses.replace(result.task, first=0, count=0), {})
@@ -98,10 +98,10 @@ def section(found: Findings, differ: list[str]) -> Section:
 
 
 def findings(found: Findings, name: str) -> list[Finding]:
-    """Which method has the smallest error, how far the others are, and whether the last layer is exact."""
+    """Which method has the smallest error, how much larger those of others are, and whether the last layer is exact."""
     others = [method for method in SHOWN if method != "HesScale"]
     means = {method: found.relative(method).mean().item() for method in others}
-    if found.task.quirks or not all(map(math.isfinite, means.values())):  # quirks: other methods than the names say
+    if found.task.quirks or not all(map(math.isfinite, means.values())):  # with quirks, methods are not what their names say
         return []
     networks, start = len(found.errors), f"On {found.task.dataset}, "
     nearest = min(means, key=lambda method: means[method])
@@ -129,7 +129,7 @@ def findings(found: Findings, name: str) -> list[Finding]:
 
 
 def clouds(values: dict[str, Tensor], colours: Sequence[str]) -> list[Series]:
-    """For each name, a bar for the mean and a dot for each network."""
+    """For each name, a bar for the mean, and one dot per network."""
     found = []
     for place, ((label, each), colour) in enumerate(zip(values.items(), colours, strict=True)):
         found.append(Series(label, [place], [each.mean().item()], kind="bars", colour=colour))
@@ -200,7 +200,7 @@ def figure_of_ggn(found: Findings, name: str) -> Plot:
 
 
 def claims(found: Findings, name: str) -> Table:
-    """The paper's claims: for how many networks each holds, and the numbers behind it."""
+    """The paper's claims: for how many networks each claim holds, and the numbers."""
     others = [method for method in SHOWN if method != "HesScale"]
     ggn = ("HesScaleGN", "diag(G)", "GGN-MC1", "GGN-MC50")
     layers = range(len(found.sizes) - 1)
@@ -261,7 +261,7 @@ def caption_of(found: Findings) -> str:
 
 
 def worst_and_best(found: Findings, some: Sequence[str], others: Sequence[str]) -> tuple[Tensor, Tensor]:
-    """For each network, the largest error of some methods and the smallest of others."""
+    """For each network, the largest error of some methods, and the smallest error of others."""
     return torch.stack([found.error(m) for m in some]).amax(0), torch.stack([found.error(m) for m in others]).amin(0)
 
 

@@ -1,8 +1,8 @@
-"""Hessian diagonals of many small tanh classifiers at once, each at one example: the exact one, and every method's estimate.
+"""Hessian diagonals of many small tanh classifiers at once, each for one example: exact diagonals, and every method's estimate.
 
-Vectors are rows, (networks, rows, units); weights are (networks, out, in). At one example the second derivatives of a layer are
+Vectors are rows, (networks, rows, units); weights are (networks, out, in). For one example, the second derivatives of a layer are
 ∂²L/∂W²_ij = t_i h_j² for its weights and t_i for its biases, with h its input and t = diag ∂²L/∂a² at its pre-activations a.
-The estimates of every method but AdaHessian have this form too, so they are given by t alone.
+The estimates of all methods except AdaHessian have this form too, so t is sufficient.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ DRAWS = 50
 STRUCTURED = ("HesScale", "HesScaleGN", "BL89", "diag(G)", "GGN-MC1", f"GGN-MC{DRAWS}", "g²", "|diag(H)|")  # the last has t = 0
 HUTCHINSON = ("AdaHessian-MC1", f"AdaHessian-MC{DRAWS}")
 METHODS = (*STRUCTURED, *HUTCHINSON)
-TO_GGN = ("HesScaleGN", "GGN-MC1", f"GGN-MC{DRAWS}", "|diag(H)|")  # also compared with diag(G); the last gives its norm
+TO_GGN = ("HesScaleGN", "GGN-MC1", f"GGN-MC{DRAWS}", "|diag(H)|")  # also compared with diag(G); the last one gives its norm
 AUTHORS = "authors"
 
-Layers = list[tuple[Tensor, Tensor]]  # weights (networks, out, in) and biases (networks, 1, out), first layer first
+Layers = list[tuple[Tensor, Tensor]]  # weights (networks, out, in) and biases (networks, 1, out), from first to last layer
 Rows = list[Tensor]  # one for each layer: (networks, rows, units)
 Generators = list[numpy.random.Generator]  # one for each network
 
@@ -30,13 +30,13 @@ SIGNS = torch.tensor([[1.0 - 2 * (byte >> bit & 1) for bit in range(8)] for byte
 
 @dataclass
 class Pass:
-    """A forward and backward pass of all networks, each at one example.
+    """A forward and backward pass of all networks, each for one example.
 
     Attributes:
         h: inputs of the layers.
         q: predicted distributions.
         labels: labels of the examples.
-        by_label: gradients at pre-activations, with a row for every label that the example could have.
+        by_label: gradients at pre-activations, with one row for each possible label of the example.
         g: gradients at pre-activations for the actual labels.
         bend: f''(a) ∘ ∂L/∂h of the hidden layers; for tanh, whose f'' is −2 h f', it is −2 h ∘ ∂L/∂a.
     """
@@ -109,13 +109,13 @@ def recursion(at: Pass, s: Tensor, *, gauss_newton: bool = False) -> Rows:
 
 
 def bl89(at: Pass, quirks: str = "") -> Rows:
-    """BL89 treats log-softmax as elementwise, so only the label's entry of s is not zero; in the authors' code, all are zero."""
+    """BL89 treats log-softmax as elementwise, so s is zero except at the label. In the authors' code, all entries are zero."""
     label = torch.nn.functional.one_hot(at.labels, at.q.shape[-1]).unsqueeze(1)
     return recursion(at, torch.zeros_like(at.q) if quirks == AUTHORS else label * (at.q - at.q * at.q))
 
 
 def structured(at: Pass, bl: Rows, counts: Tensor) -> Rows:
-    """t of each method in STRUCTURED, a row each; ``counts`` (networks, 2, classes) are label counts of one draw and of DRAWS."""
+    """t of each method in STRUCTURED, as rows. ``counts`` (networks, 2, classes) are label counts of one draw and of DRAWS."""
     first = at.q - at.q * at.q
     hesscale, gauss_newton = recursion(at, first), recursion(at, first, gauss_newton=True)
     weights = torch.cat([at.q, counts / counts.sum(-1, keepdim=True)], 1)
@@ -126,7 +126,7 @@ def structured(at: Pass, bl: Rows, counts: Tensor) -> Rows:
 
 
 def draw_labels(at: Pass, generators: Generators) -> Tensor:
-    """Counts of each label in one draw from the predicted distribution, and in DRAWS other draws."""
+    """The counts of each label in one draw from the predicted distribution, and in DRAWS other draws."""
     pairs = zip(generators, at.q.squeeze(1).numpy(), strict=True)
     return torch.stack([torch.from_numpy(generator.multinomial([1, DRAWS], q)) for generator, q in pairs])
 
@@ -197,7 +197,7 @@ def products(at: Pass, z: Layers) -> Products:
 def adahessian(at: Pass, generators: Generators, quirks: str = "") -> list[Layers]:
     """The estimates in HUTCHINSON: the mean of z ∘ ∂²L/∂θ² z over one draw, and over DRAWS other draws.
 
-    The authors' code has |∂²L/∂θ² z| of one draw instead, and for DRAWS draws |∂²L/∂θ² z| / DRAWS, again of one draw.
+    The authors' code uses |∂²L/∂θ² z| of one draw instead, and in place of DRAWS draws |∂²L/∂θ² z| / DRAWS, also of one draw.
     """
     if quirks == AUTHORS:
         found = products(at, draw_signs(at.layers, 2, generators))
@@ -213,6 +213,6 @@ def distances(at: Pass, found: Rows, truth: Rows) -> Tensor:
 
 
 def distance(at: Pass, found: Layers, truth: Rows) -> Tensor:
-    """The same for diagonals of any form, as (networks, layers)."""
+    """‖·‖₁ distances of diagonals of any form, as (networks, layers)."""
     parts = zip(found, truth, at.h, strict=True)
     return torch.stack([(w - t.mT * h * h).abs().sum((1, 2)) + (b - t).abs().sum((1, 2)) for (w, b), t, h in parts], 1)

@@ -1,4 +1,4 @@
-"""Scaled optimizers beside Adam at its best step size, and their scores by trust radius."""
+"""Scaled optimizers compared with Adam at its best step size, and their scores by trust radius."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OverAll = dict[Method, dict[float, Estimate]]  # estimates by method and step si
 
 
 def beside_adam(known: list[Scores], over_all: OverAll, algo: str, end: str) -> list[Table]:
-    """Every other method and step size, in percent of Adam at the best step size of each environment."""
+    """All other methods and step sizes, in percent of Adam with the best step size of each environment."""
     best, sizes = aggregate_tuned(known, ADAM), tuned(known, ADAM)
     if best is None or best.iqm <= 0:
         return []
@@ -45,12 +45,12 @@ def beside_adam(known: list[Scores], over_all: OverAll, algo: str, end: str) -> 
 
 
 def shortened_share(shares: Sequence[float]) -> str:
-    """The mean of shares, in percent; a dash where there is none."""
+    """The mean of shares in percent; a dash if there are none."""
     return f"{100 * sum(shares) / len(shares):.0f}" if shares else "–"
 
 
 def by_radius(known: list[Scores], over_all: OverAll, algo: str, end: str) -> list[Plot]:
-    """IQM against the trust radius, with a line for each scaled optimizer and step size, if there are several radii."""
+    """IQM by trust radius, with a line for each scaled optimizer and step size, if there are several radii."""
     lines: dict[tuple[str, float], dict[float, Estimate]] = {}
     for method, points in over_all.items():
         for size, at in points.items():

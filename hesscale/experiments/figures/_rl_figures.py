@@ -1,4 +1,4 @@
-"""What agents show: return against steps, by environment and optimizer, and scores over all environments."""
+"""The report of ``rl``: returns by environment steps for each environment and optimizer, and scores over all environments."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ._normalised import Cell, Method, aggregate, definition, in_order, methods_
 
 
 def sections(results: list[Result]) -> list[Section]:
-    """A section for each algorithm and way to train."""
+    """A section for each algorithm and each combination of training settings."""
     return [section(found, end) for found, end in by_way(results)]
 
 
 def by_way(results: list[Result]) -> Iterator[tuple[list[Result], str]]:
-    """Groups of results with a suffix for their files.
+    """Groups of results, with a suffix for their files.
 
-    Within a group, only environment, optimizer, trust radius, its target, step size, seed and length differ.
+    Within a group, only environment, optimizer, trust radius, target KL, step size, seed and number of steps differ.
     """
     apart = ("env", "optimizer", "trust_radius", "target_kl", "step_size", "seed", "steps")
     groups: dict[tuple[Any, ...], list[Result]] = {}
@@ -38,7 +38,7 @@ def by_way(results: list[Result]) -> Iterator[tuple[list[Result], str]]:
 
 
 def section(results: list[Result], end: str) -> Section:
-    """A section; ``end`` is a suffix that keeps the files of several sections apart."""
+    """A section. ``end`` is a suffix that distinguishes its files from those of other sections."""
     task = results[0].task
     networks = "separate networks for mean, variance (or logits) and value" if task.protocol == "paper" else "CleanRL's protocol"
     text = (
@@ -90,7 +90,7 @@ def best_optimizer(start: str, scores: dict[Cell, Summary], figure: str) -> list
 
 
 def divergence_counts(results: Sequence[Result], methods: dict[Config, Method]) -> dict[str, tuple[int, int]]:
-    """By method, how many runs diverged and how many there are."""
+    """The number of diverged runs and of all runs, by method."""
     return {
         method.label: (sum(found.values["diverged_at"] is not None for found in runs), len(runs))
         for method in in_order(methods.values())
@@ -99,7 +99,7 @@ def divergence_counts(results: Sequence[Result], methods: dict[Config, Method]) 
 
 
 def overall(results: list[Result], end: str) -> tuple[list[Table], list[Finding]]:
-    """How optimizers compare over all environments, if there are several."""
+    """A comparison of optimizers over all environments, if there are several."""
     by_env = by_environment(results)
     if len(by_env) > len({result.task.env for result in results}):  # an environment has runs of several lengths
         return [], []
@@ -130,7 +130,7 @@ def overall(results: list[Result], end: str) -> tuple[list[Table], list[Finding]
 
 
 def by_environment(results: list[Result]) -> dict[str, list[Result]]:
-    """Results by the name of the environment, with the number of steps if it has runs of several lengths."""
+    """Results by environment. The key includes the number of steps if an environment has runs of several lengths."""
     counts = Counter(env for env, _ in {(result.task.env, result.task.steps) for result in results})
     groups: dict[str, list[Result]] = {}
     for result in results:
@@ -140,7 +140,7 @@ def by_environment(results: list[Result]) -> dict[str, list[Result]]:
 
 
 def conditions(results: Sequence[Result]) -> str:
-    """How agents are trained, as part of a sentence."""
+    """The training settings, as part of a sentence."""
     task: Config = results[0].task
     radii = sorted({r.task.trust_radius for r in results if AGENT_OPTIMIZERS[r.task.optimizer].is_scaled})
     first = " (at first, where it adapts to a KL divergence)" if any(r.task.target_kl for r in results) else ""
@@ -160,7 +160,7 @@ def lengths(results: list[Result]) -> str:
 
 
 def score_of(found: list[Result], worst: float) -> Summary:
-    """Mean return over seeds; a seed that diverged or finished no episode counts as ``worst``."""
+    """The mean return over seeds. A seed that diverged, or finished no episode, counts as ``worst``."""
     values = [r.values["mean_return"] if r.values["diverged_at"] is None else None for r in found]
     return summary([worst if value is None else value for value in values])
 
@@ -186,7 +186,7 @@ def curve(result: Result) -> list[tuple[int, float]]:
 
 
 def plot(env: str, cells: dict[Cell, list[Result]], scores: dict[Cell, Summary], name: str) -> Plot:
-    """Return against steps, for each optimizer at the step size with the best score."""
+    """Return by steps, for each optimizer at the step size with the best score."""
     best = best_cells(scores)
     everything = [value for found in cells.values() for result in found for _, value in curve(result)]
     series = []
@@ -202,12 +202,12 @@ def plot(env: str, cells: dict[Cell, list[Result]], scores: dict[Cell, Summary],
 
 
 def beginnings(curves: Sequence[Series]) -> list[float]:
-    """Where curves begin: the returns of agents that have hardly learned."""
+    """The first values of curves: returns of agents that are hardly trained."""
     return [curve.y[0] for curve in curves if len(curve.y)]
 
 
 def best_cells(scores: dict[Cell, Summary]) -> dict[Method, Cell]:
-    """Each method at the step size with its highest score."""
+    """Each method, at the step size with its highest score."""
     best: dict[Method, Cell] = {}
     for cell in scores:
         if cell[0] not in best or scores[cell].mean > scores[best[cell[0]]].mean:
@@ -216,7 +216,7 @@ def best_cells(scores: dict[Cell, Summary]) -> dict[Method, Cell]:
 
 
 def averaged(found: list[Result], worst: float) -> dict[int, Summary]:
-    """Means over seeds, by step, of each seed's last return so far, or ``worst`` once it has diverged."""
+    """Means over seeds, by step, of the latest return of each seed. After divergence, ``worst`` is used."""
     curves = [dict(curve(result)) for result in found]
     latest: list[float | None] = [None] * len(found)
     points = {}

@@ -1,4 +1,4 @@
-"""What trained networks show: each optimizer at its best step size, by epochs and seconds, and results of other step sizes."""
+"""The report of ``supervised``: each optimizer at its best step size, by epochs and by seconds, and results by step size."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Trained:
 
     Attributes:
         best: the step size with the highest accuracy on the validation split, over seeds that all step sizes have.
-        by_size: results of these seeds, and of all seeds at the best step size.
+        by_size: the results of these seeds, and of all seeds at the best step size.
         style: the colour of its lines, and whether they are dashed.
     """
 
@@ -39,7 +39,7 @@ class Trained:
         self.by_size[self.best] = by_size[self.best]
 
     def accuracy(self, size: float) -> float:
-        """Final accuracy on the validation split, mean over seeds; a seed that diverged counts as 0."""
+        """The final accuracy on the validation split, averaged over seeds. A seed that diverged counts as 0."""
         return statistics.fmean(result.values.get("validation_accuracy", 0.0) for result in self.by_size[size])
 
     @property
@@ -66,7 +66,7 @@ def is_finished(result: Result) -> bool:
 
 
 def comparable(by_size: Mapping[float, list[Result]]) -> dict[float, list[Result]]:
-    """The results of the seeds that most step sizes have, at the step sizes that have them: some runs may not be done."""
+    """The results of seeds that most step sizes have, at the step sizes that have all of them. Some runs may be missing."""
     seeds = {size: {result.task.seed for result in results} for size, results in by_size.items()}
     counts = Counter(itertools.chain.from_iterable(seeds.values()))
     shared = {seed for seed, count in counts.items() if count == max(counts.values())}
@@ -87,7 +87,7 @@ def sections(results: list[Result]) -> list[Section]:
 
 
 def section(results: list[Result], own: Sequence[tuple[str, Any]]) -> Section:
-    """A section; ``own`` are the settings in which it differs from other sections."""
+    """A section. ``own`` are the settings in which it differs from other sections."""
     by_label: dict[str, dict[float, list[Result]]] = {}
     for result in sorted(results, key=order_of):
         by_label.setdefault(result.task.label, {}).setdefault(result.task.step_size, []).append(result)
@@ -108,7 +108,7 @@ def section(results: list[Result], own: Sequence[tuple[str, Any]]) -> Section:
 
 
 def order_of(result: Result) -> tuple[float, ...]:
-    """A sort key: optimizers in the order in which they are listed, and the runs of each by trust radius, length and seed."""
+    """A sort key: optimizers in the order of the registry, and the runs of each by trust radius, length and seed."""
     task = result.task
     number = list(IMAGE_OPTIMIZERS).index(IMAGE_OPTIMIZERS[task.optimizer].name)
     return number, task.trust_radius, task.times, task.seed
@@ -162,13 +162,13 @@ def curves(trained: list[Trained], split: str, what: str, against: str, end: str
 
 
 def style_of(label: str, optimizer: str) -> tuple[str, bool]:
-    """The colour of an optimizer's lines, and whether they are dashed: those of variants are."""
+    """The colour of an optimizer's lines, and whether they are dashed, as for variants."""
     spec = IMAGE_OPTIMIZERS[optimizer]
     return spec.colour, spec.is_variant or label != spec.label
 
 
 def sensitivity(trained: list[Trained], value: str, end: str) -> Plot:
-    """Final values by step size. A network that diverged has accuracy 0, but is left out of losses."""
+    """Final values by step size. A network that diverged has accuracy 0, and is left out of losses."""
     is_loss = value == "test_loss"
     series = []
     for found in trained:
@@ -199,7 +199,7 @@ def sensitivity(trained: list[Trained], value: str, end: str) -> Plot:
 
 
 def findings(trained: list[Trained], where: str, end: str) -> list[Finding]:
-    """Which optimizer is best, how much step sizes matter, which optimizers diverge, and how fast they are."""
+    """Which optimizer is best, how sensitive optimizers are to the step size, which ones diverge, and how fast they are."""
     finals = {found.label: found.final("test_accuracy") for found in trained if found.runs}
     sizes = {found.label: found.best for found in trained}
     best = highest(
@@ -218,7 +218,7 @@ def findings(trained: list[Trained], where: str, end: str) -> list[Finding]:
 
 
 def insensitive(trained: list[Trained], end: str) -> list[Finding]:
-    """The optimizer that is close to its best accuracy at the most step sizes, beside Adam; None if Adam has as many."""
+    """The optimizer that is close to its best accuracy at the most step sizes, compared with Adam; none if Adam has as many."""
     near: dict[str, tuple[int, int]] = {}
     for found in trained:
         means = [
@@ -242,7 +242,7 @@ def insensitive(trained: list[Trained], end: str) -> list[Finding]:
 
 
 def slower(trained: list[Trained]) -> list[Finding]:
-    """The speed of the paper's optimizers and of AdaHessian beside Adam's, where they ran in the same way."""
+    """The speed of the paper's optimizers and of AdaHessian relative to Adam, if they ran under the same conditions."""
     adam = next((found for found in trained if found.label == "Adam" and found.runs), None)
     others = [found for found in trained if found.label in ("AdaHesScale", "AdaHesScaleGN", "AdaHessian") and found.runs]
     if adam is None:
@@ -328,7 +328,7 @@ def noted(value: str, form: str, factor: float = 1) -> Callable[[Trained], str]:
 
 
 def comparable_settings(found: Trained) -> object:
-    """What must be the same for speeds to be compared."""
+    """The conditions that must be equal to compare speeds."""
     facts = [result.facts for result in found.runs]
     machines = [machine for each in facts for machine in (each.get("machine", {}), *each.get("earlier_machines", ()))]
     commits = {commit for each in facts for commit in each.get("commits", ())}
@@ -336,7 +336,7 @@ def comparable_settings(found: Trained) -> object:
 
 
 def modes(results: Iterable[Result]) -> list[str]:
-    """The modes in which steps ran: :func:`hesscale.compile_step` may have used a slower one than was asked for."""
+    """The modes in which steps ran. :func:`hesscale.compile_step` may have used a slower mode than the settings chose."""
     return sorted({result.values.get("mode", "not recorded") for result in results})
 
 

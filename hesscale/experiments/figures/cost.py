@@ -1,4 +1,4 @@
-"""The cost of an update (Appendix D): the time of backward and update as networks grow, and its ratio to Adam's."""
+"""The cost of an update (Appendix D): the time of backward pass and update by network size, and its ratio to Adam's."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from ..lab.plots import Finding, Plot, Section, Table
 from ..lab.store import Result, Run
 
 PUBLISHED = {"adahessian": 3.0, "adahesscale": 2.0, "adahesscale-gn": 1.25}  # average cost relative to Adam
-ROUNDS_AT_ONCE = 5  # progress is reported after so many rounds
+ROUNDS_AT_ONCE = 5  # the number of rounds between reports of progress
 CHECKPOINT_SECONDS = 5.0
-STEADY = 1.5  # findings need an upper quartile of less than so many times the lower one
-BY_DESIGN = ("too slow", "left out")  # reasons for which a method may be missing; any other is a failure
+STEADY = 1.5  # findings require that the upper quartile is less than this many times the lower one
+BY_DESIGN = ("too slow", "left out")  # reasons for which a method may be missing; any other reason is a failure
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def run(task: Task, run: Run, data: Path | None) -> Mapping[str, Any]:
 
 
 def measure(task: Task, run: Run) -> Mapping[str, Any]:
-    """A row for every method, as in :mod:`hesscale.experiments.bench`, but ``ms`` and ``ratio`` are of the update alone."""
+    """A row for each method, as in :mod:`hesscale.experiments.bench`, except that ``ms`` and ``ratio`` are only of the update."""
     device, methods = torch.device(task.device), task.methods.split(",")
     if device.type == CUDA:
         prepare_cuda(device, tf32=False)
@@ -167,7 +167,7 @@ def row(name: str, times: Mapping[str, list[list[float]]], errors: Mapping[str, 
 
 
 def sections(results: list[Result]) -> list[Section]:
-    """A section for each machine and way of measuring."""
+    """A section for each machine and each combination of settings."""
     groups: dict[tuple[Any, ...], list[Result]] = {}
     for result in results:
         here = result.facts["machine"]
@@ -178,7 +178,7 @@ def sections(results: list[Result]) -> list[Section]:
 
 
 def section(results: list[Result], end: str) -> Section:
-    """A section; ``end`` is a suffix that keeps the files of several sections apart."""
+    """A section. ``end`` is a suffix that distinguishes its files from those of other sections."""
     task, here = results[0].task, results[0].facts["machine"]
     sweeps = [swept(kind, results) for kind in SWEEPS if any(result.task.sweep == kind for result in results)]
     where = f"{here['gpu']}, CUDA" if task.device == CUDA else f"{here['cpu']}, {threads(task.threads)}"
@@ -201,7 +201,7 @@ def section(results: list[Result], end: str) -> Section:
 
 
 def findings(sweeps: Sequence[Sweep], end: str) -> list[Finding]:
-    """The average cost of each of the paper's optimizers, if it was measured at all sizes and on a steady machine."""
+    """The average cost of each of the paper's optimizers, if it was measured at all sizes with little noise."""
     found = []
     sizes = sum(len(each.rows) for each in sweeps)
     for name, published in PUBLISHED.items():
@@ -217,7 +217,7 @@ def findings(sweeps: Sequence[Sweep], end: str) -> list[Finding]:
 
 
 def swept(kind: str, results: list[Result]) -> Sweep:
-    """The points of a sweep. A measurement stays if a later run of the same network has none for that method."""
+    """The points of a sweep. Later runs of the same network replace measurements of the same methods."""
     rows: dict[int, dict[Key, Row]] = {}
     for result in sorted((r for r in results if r.task.sweep == kind), key=lambda result: result.task.size):
         at = rows.setdefault(result.task.size, {})
@@ -241,7 +241,7 @@ def threads(count: int) -> str:
 
 
 def averages(sweeps: Sequence[Sweep], end: str) -> Table:
-    """Means over sizes of the medians, beside the published averages."""
+    """Means of the medians over sizes, and the published averages."""
     header = ["method", *(f"update, {s.kind}" for s in sweeps), "update, all", "lowest – highest", "published", "whole step, all"]
     body: list[Sequence[str]] = []
     for key in dict.fromkeys(key for found in sweeps for key in found.keys):
@@ -269,7 +269,7 @@ def plot(found: Sweep, quantity: str, name: str, title: str, label: str) -> Plot
 
 
 def times_table(found: Sweep, end: str) -> Table:
-    """Milliseconds at every size, and the slope of their growth."""
+    """Milliseconds at every size, and the slope of log time against log size."""
     header = ["method", *map(str, found.rows), "slope", "slope − Adam's"]
     body: list[Sequence[str]] = [[found.label(key), *found.time_cells(key), *found.slope_cells(key)] for key in found.keys]
     caption = f"{SWEEPS[found.kind]}. Slopes of log time against log size.{missing(found)}"

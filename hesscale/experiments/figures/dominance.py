@@ -1,9 +1,9 @@
 """Diagonal dominance of Hessians at pre-activations: Figure 3, Table 1 and Appendix E.
 
-ρ(A) = ‖diag A‖_F / ‖A‖_F of ∇²_{a_l} L in each hidden layer of an MLP, before and after training. Where the paper's text is
-silent, the values are those of its authors' code: nn.Linear's initialization, Adam with step size 1e-4, pixels in [−1, 1], and
-the Hessian of the loss of one training example. The activation is tanh, not their ReLU: with tanh the values are close to the
-published ones, and with ReLU they are not.
+ρ(A) = ‖diag A‖_F / ‖A‖_F of ∇²_{a_l} L in each hidden layer of an MLP, before and after training. Settings that the paper does
+not mention are those of the authors' code: nn.Linear's initialization, Adam with step size 1e-4, pixels in [−1, 1], and the
+Hessian of the loss of one training example. An exception is the activation: it is tanh, with which the values are close to the
+published ones. With the ReLU of the authors' code, they are not.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..lab.experiment import Experiment, Watched, option
 from ..lab.store import Run
 from ._dominance_figures import LAYERS, WIDTH, rho, sections
 
-BLOCK = 5  # networks trained together: the fastest on one core, where the weights of more leave its cache
+BLOCK = 5  # networks trained together; the weights of more networks do not fit into the cache of one core
 CHECKPOINT_SECONDS = 5.0
 
 # f, and f' and f'' from h = f(a)
@@ -51,7 +51,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Task:
-    """A block of ``count`` networks, from number ``first`` on. Each is the same in any block, up to rounding."""
+    """A block of ``count`` networks, starting with number ``first``. A network is the same in any block, up to rounding."""
 
     dataset: str
     first: int
@@ -138,7 +138,7 @@ def softmax_gradient(logits: Tensor, y: Tensor) -> Tensor:
 
 
 def softmax_hessian(logits: Tensor) -> Tensor:
-    """diag q − q qᵀ. Its rows sum to zero, which gives the diagonal without cancellation where a class is almost certain."""
+    """diag q − q qᵀ. The diagonal is computed from the rows, which sum to zero, to avoid cancellation for q close to 1."""
     q = logits.softmax(2)
     H = -q.transpose(1, 2) * q
     H.diagonal(dim1=1, dim2=2).zero_()
@@ -146,7 +146,7 @@ def softmax_hessian(logits: Tensor) -> Tensor:
 
 
 def random_numbers(task: Task, network: int, epoch: int) -> np.random.Generator:
-    """The random numbers of one network: epoch 0 is for its initialization, later epochs are for the order of its examples."""
+    """The random numbers of one network: for its initialization in epoch 0, and for the order of examples in later epochs."""
     return np.random.default_rng([task.seed, task.first + network, epoch])
 
 
@@ -170,7 +170,7 @@ def epoch_order(task: Task, epoch: int, examples: int) -> Tensor:
 
 
 def curvature(networks: Networks, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Means over samples of ρ, (network, layer), and of |∇²_{a_l} L|, over networks too, (layer, unit, unit)."""
+    """The mean of ρ over samples, (network, layer), and of |∇²_{a_l} L| over samples and networks, (layer, unit, unit)."""
     networks, samples = networks.double(), y.shape[1]
     ratios, magnitudes = [], torch.zeros(LAYERS, WIDTH, WIDTH, dtype=torch.float64, device="cpu")
     for s in range(samples):
@@ -208,7 +208,7 @@ def run(task: Task, run: Run, data: Path | None) -> dict[str, Any]:
 
 
 def train(task: Task, run: Run, networks: Networks, batch_of: Callable[[Tensor], tuple[Tensor, Tensor]], examples: int) -> None:
-    """Train all networks with Adam, from the last checkpoint on. Each epoch has its own order, and only full batches."""
+    """Train all networks with Adam, from the last checkpoint. Each epoch has a new order, and only full batches."""
     adam = torch.optim.Adam(networks.parameters, lr=task.step_size, fused=True)
     begin = 0
     if run.state is not None:

@@ -1,4 +1,4 @@
-"""Optimizers on many tasks: at their best step sizes, and untuned, at Adam's default."""
+"""Optimizers on many tasks: tuned, at their best step sizes, and untuned, at Adam's default step size."""
 
 from __future__ import annotations
 

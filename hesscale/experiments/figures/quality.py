@@ -1,4 +1,4 @@
-"""How close each method comes to the Hessian's diagonal (the paper's Fig. 2): networks in training, example by example."""
+"""The approximation quality of each method (the paper's Fig. 2): errors of Hessian diagonals during training."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Task:
-    """Networks ``first`` to ``first + count − 1``. Each is the same in any run."""
+    """Networks ``first`` to ``first + count − 1``. A network is the same in any run."""
 
     dataset: str
     first: int
@@ -110,7 +110,7 @@ def brightness(images: Tensor) -> tuple[float, float]:
 
 
 def generators(task: Task, purpose: int, step: int = 0) -> methods.Generators:
-    """A random generator for each network, which depends only on the seed, the network, the purpose and the step."""
+    """A random generator for each network. It depends only on the seed, the network, the purpose and the step."""
     keys = [[task.seed, network, purpose, step] for network in range(task.first, task.first + task.count)]
     return [numpy.random.Generator(numpy.random.SFC64(key)) for key in keys]
 
@@ -127,10 +127,10 @@ def beginning(task: Task, sizes: list[int]) -> dict[str, Any]:
 
 
 def advance(task: Task, state: dict[str, Any], inputs: Tensor, labels: Tensor) -> dict[str, Any]:
-    """Measure at these examples, and then train on them."""
+    """Measure errors on these examples, and then train on them."""
     at = methods.propagate(state["layers"], inputs, labels)
     check_finite(task, state["step"], at.q)
-    another = methods.propagate(state["others"], inputs, labels) if task.quirks else at  # the network of BL89
+    another = methods.propagate(state["others"], inputs, labels) if task.quirks else at  # the network for BL89
     random = generators(task, DRAWS, state["step"])
     truth = methods.exact(at)
     found = methods.structured(at, methods.bl89(another, task.quirks), methods.draw_labels(at, random))
@@ -153,7 +153,7 @@ def check_finite(task: Task, step: int, values: Tensor) -> None:
 
 
 def adahessian_errors(task: Task, at: methods.Pass, truth: methods.Rows, random: methods.Generators) -> Tensor:
-    """Errors as (networks, layers, methods), one network at a time: its draws for all parameters just fit into the cache."""
+    """Errors as (networks, layers, methods), computed for one network at a time, whose draws fit into the cache."""
     errors = []
     for k in range(task.count):
         one, t = at.of(k), [rows[k : k + 1] for rows in truth]

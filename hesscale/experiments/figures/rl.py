@@ -1,4 +1,4 @@
-"""Reinforcement learning: return of A2C and PPO with each optimizer against steps of the environment (Fig. 5, Appendix H)."""
+"""Reinforcement learning: returns of A2C and PPO with each optimizer, by environment steps (Fig. 5, Appendix H)."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class Settings:
     half_value_loss: bool = option(False, "train the critic with ½ (v − R)², whose second derivative is 1, instead of (v − R)²")
     truncation: str = option(
         "auto",
-        "what follows the last state of a truncated episode: bootstrap uses the critic's value of that state, terminate uses 0; "
-        "auto is bootstrap for the paper's protocol and terminate for cleanrl",
+        "value of the last state of a truncated episode: bootstrap uses the critic's estimate, terminate uses 0; auto is "
+        "bootstrap for the paper's protocol and terminate for cleanrl",
     )
     rollout: int = option(0, "steps between updates; 0 for 5 (A2C) or 2048 (PPO)")
     gamma: float = option(0.99, "discount factor γ")
@@ -126,7 +126,7 @@ def tasks(settings: Settings) -> list[Config]:
 
 
 def check_ranges(settings: Settings) -> None:
-    """Raise a ValueError that names the setting that is out of range, and the range."""
+    """Raise a ValueError if a setting is out of range."""
     for name in ("seeds", "steps", "width"):
         if getattr(settings, name) < 1:
             raise ValueError(f"{name} must be at least 1, not {getattr(settings, name)}")
@@ -168,7 +168,7 @@ def kind(config: Config) -> Config:
 
 
 def run(task: Config, run: Run, data: Path | None) -> Mapping[str, Any]:
-    """Train an agent; an action, gradient or diagonal that is not finite ends the run as diverged."""
+    """Train an agent. If an action, gradient or diagonal is not finite, the run ends as diverged."""
     return run_together([task], [run], data)[0]
 
 
@@ -241,7 +241,7 @@ class Training:
         self.saved = time.monotonic()
 
     def end(self, k: int) -> Mapping[str, Any]:
-        """The results of an agent; its policy is saved beside its run."""
+        """The results of an agent. Its policy is saved in the folder of its run."""
         from ..rl.evaluate import save_policy
 
         save_policy(self.runs[k].directory / "policy.pt", self.learning.final_policy(k))
@@ -254,7 +254,7 @@ class Training:
 
 
 def film(settings: Settings, finished: Mapping[Config, Path]) -> Iterator[str]:
-    """Film agents with seed 0, if videos are asked for and do not exist yet."""
+    """Film agents with seed 0, if the settings ask for videos and these do not exist yet."""
     if not settings.video:
         return
     from ..rl.evaluate import film, load_policy
@@ -280,7 +280,7 @@ class Score:
     sum_by_steps: float = 0.0
 
     def take(self, finished: list[tuple[float, int]]) -> dict[str, float]:
-        """Count finished episodes and clear the list. Returns their means, for the log."""
+        """Count finished episodes, and clear the list. Returns their means, for the log."""
         count = len(finished)
         if not count:
             return {}
@@ -291,14 +291,14 @@ class Score:
         return {"charts/episodic_return": total / count, "charts/episodic_length": length / count}
 
     def values(self) -> dict[str, Any]:
-        """Mean returns over the run, weighted by the episodes' lengths and unweighted; None before the first episode ends."""
+        """Mean returns over the run, weighted by episode length and unweighted; None before the first episode ends."""
         by_step = self.sum_by_steps / self.steps if self.episodes else None
         return {"mean_return": by_step, "mean_return_of_episodes": self.sum / self.episodes if self.episodes else None}
 
 
 @dataclass
 class Pace:
-    """The time that steps took, without compilation."""
+    """The time of steps, without compilation."""
 
     steps: int = 0
     seconds: float = 0.0

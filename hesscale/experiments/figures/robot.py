@@ -1,4 +1,4 @@
-"""UR-Reacher: PPO on a simulated UR5 with Adam and Scaled Adam, and how much is lost after the peak (Fig. 7)."""
+"""UR-Reacher: PPO on a simulated UR5 with Adam and Scaled Adam, and how much the return drops after its peak (Fig. 7)."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from ._normalised import Method, in_order, methods_of
 from ._rl_figures import averaged, beginnings, conditions, curve
 
 ENV = "hesscale/UR-Reacher-2D-v0"
-STANDING_STILL = -74.1  # mean return of the policy that does nothing, over 1.4 million targets
-GOAL = 380  # 95 % of what the scripted controller gains over standing still
-WINDOW = 0.1  # share of a run's steps over which returns are averaged: 250 episodes of 250,000 steps
-MUCH = 0.1  # a drop by more than this share of the gain is a deterioration
+STANDING_STILL = -74.1  # the mean return of the policy that does nothing, over 1.4 million targets
+GOAL = 380  # 95 % of the gain of the scripted controller over standing still
+WINDOW = 0.1  # the fraction of a run's steps over which returns are averaged: 250 episodes for 250,000 steps
+MUCH = 0.1  # a run has deteriorated if it lost more than this fraction of the gain
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Settings:
     trust_radius: str = option("1e-8", "trust radius Δ of the scaled optimizers, for each network")
     half_value_loss: bool = option(False, "train the critic with ½ (v − R)², whose second derivative is 1, instead of (v − R)²")
     truncation: str = option(
-        "bootstrap", "what follows the last state of a truncated episode: bootstrap uses the critic's value, terminate uses 0"
+        "bootstrap", "value of the last state of a truncated episode: bootstrap uses the critic's estimate, terminate uses 0"
     )
     backend: str = option("inductor", f"backend of hesscale.compile_step: {', '.join(BACKENDS)}")
     video: bool = option(False, "save a video of one episode of each agent with seed 0, as video.mp4 in the folder of its run")
@@ -65,7 +65,7 @@ def work(settings: Settings) -> str:
 
 
 class Course(NamedTuple):
-    """How a run went: its largest smoothed return, the step of that, and its last smoothed return, or None if it diverged."""
+    """The largest smoothed return of a run, its step, and the last smoothed return (None if the run diverged)."""
 
     peak: Summary
     peak_step: int
@@ -80,13 +80,13 @@ class Course(NamedTuple):
 
     @property
     def part(self) -> float | None:
-        """The drop as a share of the gain over standing still; None if there was no gain."""
+        """The drop as a fraction of the gain over standing still; None if there was no gain."""
         gain = self.peak.mean - STANDING_STILL
         return self.drop.mean / gain if self.drop is not None and gain > 0 else None
 
 
 def smoothed(result: Result) -> dict[int, Summary]:
-    """A moving average: at each logged step from the first full window on, the mean of the returns in the window before it."""
+    """A moving average of returns: the mean over the window before each logged step, from the first full window."""
     points, window = curve(result), WINDOW * result.task.steps
     inside = {step: [value for at, value in points if step - window < at <= step] for step, _ in points if step >= window}
     return {step: summary(values) for step, values in inside.items()}
@@ -112,7 +112,7 @@ def is_deteriorated(result: Result) -> bool:
 
 
 def sections(results: list[Result]) -> list[Section]:
-    """A section for each way to train."""
+    """A section for each combination of training settings."""
     groups: dict[tuple[Any, ...], list[Result]] = {}
     for result in results:
         same = {name: value for name, value in asdict(result.task).items() if name not in ("optimizer", "trust_radius", "seed")}
@@ -121,7 +121,7 @@ def sections(results: list[Result]) -> list[Section]:
 
 
 def section(results: list[Result], end: str) -> Section:
-    """A section; ``end`` is a suffix that keeps the files of several sections apart."""
+    """A section. ``end`` is a suffix that distinguishes its files from those of other sections."""
     task = results[0].task
     ordered = sorted(results, key=lambda result: result.task.seed)
     methods = methods_of(results)
@@ -149,7 +149,7 @@ def section(results: list[Result], end: str) -> Section:
 
 
 def findings(runs: dict[Method, list[Result]], end: str) -> list[Finding]:
-    """How many runs deteriorated, and how much of its gain each optimizer lost, if every run gained something."""
+    """How many runs deteriorated, and how much of its gain each optimizer lost, if every run had a gain."""
 
     def has_gained(result: Result) -> bool:
         found = course(result)
@@ -190,7 +190,7 @@ def optimizers_table(runs: dict[Method, list[Result]], end: str) -> Table:
 
 
 def differences_table(runs: dict[Method, list[Result]], end: str) -> list[Table]:
-    """What each method has more than the first one, over seeds that did not diverge with either; none for a single seed."""
+    """Differences between each method and the first one, over seeds that diverged with neither. No table for a single seed."""
     known = {method: {r.task.seed: c for r in found if (c := course(r)) and c.end} for method, found in runs.items()}
     rows: list[Sequence[str]] = []
     first = next(iter(known))

@@ -49,7 +49,7 @@ PRESETS = {
 
 
 def tasks(settings: Settings) -> list[Config]:
-    """The agents that settings ask for, and untrained ones, whose return has the score 0."""
+    """The agents of these settings, and untrained agents, whose return has the score 0."""
     trained = rl.tasks(settings)
     radius, target = Config.trust_radius, Config.target_kl  # untrained agents use neither
     floor = [
@@ -62,12 +62,12 @@ def tasks(settings: Settings) -> list[Config]:
 
 
 def sections(results: list[Result]) -> list[Section]:
-    """A section for each algorithm and way to train."""
+    """A section for each algorithm and each combination of training settings."""
     return [section(found, end) for found, end in by_way(results)]
 
 
 def section(results: list[Result], end: str) -> Section:
-    """A section; ``end`` is a suffix that keeps the files of several sections apart."""
+    """A section. ``end`` is a suffix that distinguishes its files from those of other sections."""
     task, by_env, methods = results[0].task, by_environment(results), methods_of(results)
     known = [scores for env, found in by_env.items() if (scores := scores_of(env, found, methods)) is not None]
     kinds = in_order(methods.values())
@@ -100,9 +100,9 @@ def section(results: list[Result], end: str) -> Section:
 
 
 def findings(known: list[Scores], over_all: dict[Method, dict[float, Estimate]], algo: str, end: str) -> list[Finding]:
-    """Between which scores each method lies over all step sizes, and how close one step size comes to a tuned Adam."""
+    """The range of scores of each method over all step sizes, and how close a single step size comes to a tuned Adam."""
     where = f"over {len(known)} environments" if len(known) > 1 else f"on {known[0].env}"
-    spans: dict[tuple[float, float], list[tuple[float, str]]] = {}  # by the smallest and the largest step size
+    spans: dict[tuple[float, float], list[tuple[float, str]]] = {}  # by smallest and largest step size
     for method, points in over_all.items():
         if len(points) > 2:
             best, worst, _ = extremes(points, lambda at: at.iqm)

@@ -1,1 +1,1 @@
-"""What experiments share: a store of runs, sweeps over processes and machines, data sets, plots and the report."""
+"""Tools for all experiments: a store of runs, sweeps over processes and machines, data sets, plots and the report."""

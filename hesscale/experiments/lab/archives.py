@@ -1,4 +1,4 @@
-"""Files of torch.save whose damage is noticed: torch.load does not compare the checksums of the records."""
+"""Files of torch.save with verified checksums, which torch.load does not check."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch.utils.serialization import config
 
 
 def save_archive(value: Any, path: Path) -> None:
-    """``torch.save``, always with checksums, also where ``torch.serialization.set_crc32_options(False)`` was called."""
+    """``torch.save``, always with checksums, even after a call of ``torch.serialization.set_crc32_options(False)``."""
     with config.patch("save.compute_crc32", True):  # type: ignore[attr-defined]
         torch.save(value, path)
 
 
 def load_archive(path: Path, map_location: str | None = None) -> Any:
-    """What :func:`save_archive` wrote. Loading runs no code.
+    """Load a file that :func:`save_archive` wrote. Loading runs no code.
 
     Raises:
         Exception: of any kind, if the file is damaged or was not written by :func:`save_archive`.

@@ -34,11 +34,11 @@ def read_summary(path: Path) -> dict[str, Facts]:
     file = summary_file(path)
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
-        expect(isinstance(found, dict) and bool(found), "it holds no experiment")
+        expect(isinstance(found, dict) and bool(found), "it contains no experiment")
         for facts in found.values():
             check_facts(facts)
             expect(
-                isinstance(facts["shown"], dict) and all(map(is_item, facts["shown"].values())), "what is shown is no such thing"
+                isinstance(facts["shown"], dict) and all(map(is_item, facts["shown"].values())), "a figure or table is invalid"
             )
             for earlier in facts.get("earlier", []):
                 check_facts(earlier)
@@ -50,10 +50,10 @@ def read_summary(path: Path) -> dict[str, Facts]:
 
 
 def check_facts(facts: Facts) -> None:
-    """Check that the facts on how a report was made are texts."""
-    expect(isinstance(facts["command"], str), "its command is no text")
-    expect(all(isinstance(facts.get(name, ""), str) for name in FACTS if name != "settings"), "a fact is no text")
-    expect(all(isinstance(value, str) for value in facts.get("settings", {}).values()), "a setting is no text")
+    """Check that the metadata of a report are strings."""
+    expect(isinstance(facts["command"], str), "its command is not a string")
+    expect(all(isinstance(facts.get(name, ""), str) for name in FACTS if name != "settings"), "its metadata are not strings")
+    expect(all(isinstance(value, str) for value in facts.get("settings", {}).values()), "a setting is not a string")
 
 
 def is_item(shown: Facts) -> bool:
@@ -76,9 +76,9 @@ def expect(is_so: bool, otherwise: str) -> None:
 
 
 def add_baseline(account: Account, summary: Facts) -> None:
-    """Add the series and rows of a summary to plots and tables of the same name, unless they are there already.
+    """Add the series and rows of a summary to plots and tables of the same name, unless they are already there.
 
-    Labels of runs with other settings get the suffix "earlier". Heat maps stay as they are, since a summary lacks their numbers.
+    Labels of runs with other settings get the suffix "earlier". Heat maps do not change, since a summary lacks their numbers.
     """
     shown = summary["shown"]
     kinds = {Plot: "series", Table: "rows"}
@@ -104,14 +104,14 @@ def add_baseline(account: Account, summary: Facts) -> None:
 
 
 def say(section: Section, account: Account) -> None:
-    """State at the top of a section that it also shows earlier reports, and how their settings differ."""
+    """Add a sentence to a section that it also shows earlier reports, and how their settings differ."""
     others = [text for facts in account.baselines if (text := differences(account, facts))]
     if account.baselines:
         section.text = " ".join(["Beside these runs, those of earlier reports.", *others, section.text])
 
 
 def differences(account: Account, earlier: Facts) -> str:
-    """The settings in which a baseline differs from the runs, in words."""
+    """A sentence on the settings in which a baseline differs from the runs."""
     there, found = earlier.get("settings", {}), []
     for name in dict.fromkeys([*account.settings, *there]):
         own, other = (settings.get(name, "not known") for settings in (account.settings, there))
@@ -129,13 +129,13 @@ def labels_shown(shown: Facts) -> list[str]:
 
 
 def is_other(here: Mapping[str, str], there: Mapping[str, str]) -> bool:
-    """Whether there is a setting that has one value in all runs here and another in all runs there."""
+    """Whether a setting has one value in all runs here and another value in all runs there."""
     shared = [(here[name], there[name]) for name in here.keys() & there.keys()]
     return any(own != other and "," not in own + other for own, other in shared)
 
 
 def renamed(labels: Sequence[str], here: set[str], is_other: bool) -> dict[str, str]:
-    """New labels for the series of a summary, so that no two series have the same label."""
+    """New labels for the series of a summary, so that all labels differ."""
     names: dict[str, str] = {}
     for label in labels:
         name = f"{label}, earlier" if is_other else label
@@ -159,13 +159,13 @@ def add_series(plot: Plot, shown: Facts, names: Mapping[str, str]) -> None:
 
 
 def values_of(series: Series) -> list[list[float | None] | None]:
-    """The numbers of a series in the form that a summary has."""
+    """The numbers of a series, in the format of a summary."""
     values = [getattr(series, name) for name in NUMBERS]
     return [None if several is None else rounded(as_array(several)) for several in values]
 
 
 def add_rows(table: Table, shown: Facts, names: Mapping[str, str]) -> None:
-    """Add the rows of a summary to a table. Columns that only one of the two has get a dash in the rows of the other."""
+    """Add the rows of a summary to a table. A row has a dash in columns that only the other table has."""
     here, before = numbered(table.header), numbered(shown["header"])
     if before[0] != here[0]:
         raise ValueError(f"{table.title} has other rows in the summary: its first column is {shown['header'][0]!r}")

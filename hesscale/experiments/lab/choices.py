@@ -52,14 +52,14 @@ def choose(names: str, known: Mapping[str, T], what: str) -> list[T]:
 
 
 def check_least(settings: object, least: Mapping[str, int]) -> None:
-    """Raise a ValueError that names a setting below its least value."""
+    """Raise a ValueError if a setting is below its minimum."""
     for name, value in least.items():
         if getattr(settings, name) < value:
             raise ValueError(f"{name} must be at least {value}, not {getattr(settings, name)}")
 
 
 def check_numbers(settings: object, *, positive: Sequence[str] = (), not_negative: Sequence[str] = ()) -> None:
-    """Raise a ValueError that names a setting that is infinite or negative, or zero where it must be positive."""
+    """Raise a ValueError if a setting is not finite or has the wrong sign."""
     for name in (*positive, *not_negative):
         value = getattr(settings, name)
         if not (0 <= value < math.inf and (value or name in not_negative)):
@@ -67,5 +67,5 @@ def check_numbers(settings: object, *, positive: Sequence[str] = (), not_negativ
 
 
 def named(names: Iterable[str]) -> dict[str, str]:
-    """Choices that consist of a name alone."""
+    """Choices that are only names."""
     return {name: name for name in names}

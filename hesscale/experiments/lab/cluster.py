@@ -40,7 +40,7 @@ def run_on_ray(sweep: Sweep, address: str, workers: int) -> None:
     is_alone = sweep.experiment.is_alone(sweep.tasks.values())
     sweep.divide(1 if is_alone else cpus(ray))
     work = ray.remote(num_cpus=1, max_retries=0)(work_for_a_while)
-    away: dict[Any, tuple[Keys, ExitStack]] = {}  # keys and locks of the tasks that were sent, by Ray's object reference
+    away: dict[Any, tuple[Keys, ExitStack]] = {}  # keys and locks of tasks on other machines, by Ray's object reference
     try:
         while sweep.left or away:
             most = 1 if is_alone else 2 * cpus(ray)
@@ -102,7 +102,7 @@ def receive(sweep: Sweep, ray: Any, keys: Keys, promise: Any) -> None:
 def work_for_a_while(
     experiment: Experiment, tasks: list[tuple[Task, Files]], data: Path | None, command: str, tensorboard: bool, seconds: float
 ) -> tuple[list[Files], list[str] | None]:
-    """Work on some runs for a while. Returns their files, and the error of each, "" if it is done; None if work is left."""
+    """Work on some runs for a while. Returns their files, and for each run the error, "" if it is done, None if it is not."""
     torch.set_num_threads(1)
     if data is not None and not data.exists():
         problem = f"{data} does not exist on {platform.node()}: data sets must have the same path on every machine of the cluster"
@@ -126,9 +126,9 @@ def files_in(directory: Path) -> Files:
 
 
 def take(directory: Path) -> Files:
-    """The files that a run needs to resume; the caller holds its lock."""
+    """The files that a run needs to resume. The caller holds its lock."""
     if has_begun(directory):
-        connect(directory).close()  # this rolls back what a process that was killed had not finished writing
+        connect(directory).close()  # rolls back an incomplete transaction of a process that was killed
     return {name: (directory / name).read_bytes() for name in ORDER if (directory / name).exists()}
 
 

@@ -1,4 +1,4 @@
-"""A command for each experiment: each setting is an option, and the command does the runs and prints their tables."""
+"""A command for each experiment. Each setting is an option. The command does the runs, and prints their tables."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from .terminal import count, escaped, print_table
 
 RUNS = Path("out/runs")
 TOGETHER = 16
-SHORT = 50  # defaults of the presets that are no longer than this share a line in help texts
+SHORT = 50  # if the defaults of all presets are not longer than this, they share a line in help texts
 SETTINGS, RUNNING = "Settings", "Runs"  # groups of options in help texts
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Options that all experiments share: where runs and data are stored, and where tasks are done."""
+    """Options of all experiments: where runs and data are stored, and where tasks run."""
 
     workers: int = option(0, "number of worker processes; 0 for one per core")
     together: int = option(TOGETHER, "maximum number of runs that train together in one process, if the experiment supports it")
@@ -41,7 +41,7 @@ class RunOptions:
     data: Optional[Path] = option(None, "folder of data sets, instead of HESSCALE_DATA or data/")  # noqa: RUF009, UP045
     ray: str = option("", "address of a Ray cluster to run on; 'local' starts one")
     tensorboard: bool = option(False, "also log for TensorBoard")
-    dry_run: bool = option(False, "only print how much work there is and how long it would take")
+    dry_run: bool = option(False, "only print how much work there is, and how long it would take")
 
     @property
     def store(self) -> Store:
@@ -49,7 +49,7 @@ class RunOptions:
 
 
 def run_options(given: Mapping[str, Any]) -> RunOptions:
-    """The options as given, with ~ expanded."""
+    """The given options, with ~ expanded in paths."""
     expanded: dict[str, Any] = {
         name: as_folder(value, f"--{name}") if isinstance(value, Path) else value for name, value in given.items()
     }
@@ -57,7 +57,7 @@ def run_options(given: Mapping[str, Any]) -> RunOptions:
 
 
 def as_folder(path: Path, option: str) -> Path:
-    """The path with ~ expanded. BadParameter if it is a file."""
+    """The path with ~ expanded. Raises BadParameter if it is a file."""
     path = path.expanduser()
     if path.exists() and not path.is_dir():
         raise typer.BadParameter(f"{path} is a file, but a folder is needed", param_hint=option)
@@ -190,7 +190,7 @@ def settings_of(experiment: Experiment, preset: str, changed: Mapping[str, Any])
 
 
 def tasks_of(experiment: Experiment, several: list[Any]) -> list[Task]:
-    """The tasks that all these settings ask for, each once."""
+    """The tasks of all these settings, without duplicates."""
     try:
         tasks = [as_task(task) for settings in several for task in experiment.tasks(settings)]
     except ValueError as error:
@@ -199,7 +199,7 @@ def tasks_of(experiment: Experiment, several: list[Any]) -> list[Task]:
 
 
 def command_text(name: str, preset: str, changed: Mapping[str, Any]) -> str:
-    """The command that repeats this, without the folders of runs and data."""
+    """The command line that repeats these runs, without the folders of runs and data."""
     words = [f"--{key.replace('_', '-')}={value}" for key, value in changed.items() if not isinstance(value, bool)]
     words += [f"--{'' if value else 'no-'}{key.replace('_', '-')}" for key, value in changed.items() if isinstance(value, bool)]
     return shlex.join(["hesscale", name, f"--preset={preset}", *words])
@@ -235,7 +235,7 @@ def run_experiment(experiment: Experiment, tasks: list[Task], where: RunOptions,
 
 
 def begun_before(records: list[Record]) -> Iterator[str]:
-    """What earlier commands have left of the runs: which are done, and where the others resume."""
+    """Phrases on the runs that earlier commands began: how many are done, and where the others resume."""
     now = [commit()]
     finished = [record for record in records if record.status == FINISHED]
     others = sum(record.facts["commits"] != now for record in finished)
@@ -261,7 +261,7 @@ def workers_of(experiment: Experiment, tasks: list[Task], where: RunOptions) -> 
 
 
 def finish(console: Console, experiment: Experiment, store: Store, settings: Any) -> None:
-    """Do what an experiment does after its runs have finished."""
+    """Do the further work of an experiment (``after``) once its runs have finished."""
     asked = {task: as_task(task) for task in experiment.tasks(settings)}
     finished = {
         task: store.directory(experiment.name, values)
@@ -278,7 +278,7 @@ def finish(console: Console, experiment: Experiment, store: Store, settings: Any
 
 
 def check_inputs(experiment: Experiment, tasks: list[Task], finished: list[Record], where: RunOptions) -> None:
-    """Check that the data of unfinished tasks exist, and that finished ones were done with the same data."""
+    """Check that the data for unfinished tasks exist, and that finished tasks used the same data."""
     done = {record.directory for record in finished}
     left = [task for task in tasks if where.store.directory(experiment.name, task) not in done]
     for task in {task.get("dataset"): task for task in left if not where.ray}.values():
@@ -321,7 +321,7 @@ def do(console: Console, experiment: Experiment, tasks: list[Task], where: RunOp
 
 
 def show(console: Console, experiment: Experiment, store: Store, tasks: list[Task]) -> None:
-    """The tables of an experiment, in the terminal."""
+    """Print the tables of an experiment."""
     try:
         results = experiment.results(store, tasks)
     except DamagedRun as error:

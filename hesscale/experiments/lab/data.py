@@ -1,6 +1,6 @@
 """Data sets: scikit-learn's digits, and MNIST, EMNIST and CIFAR-100 in torchvision's layout, which can be downloaded.
 
-They are read from the folder that is given, else from ``HESSCALE_DATA``, else from ``data`` below the working directory.
+They are read from the given folder; otherwise from ``HESSCALE_DATA``; otherwise from ``data`` in the working directory.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from .download import DataError as DataError
 from .download import Progress, fetch, unpack
 from .text import TEXTS, text_fingerprint
 
-DIGITS_FOR_TRAINING = 1500  # of 1797, in their order
-RECONSTRUCT = "numpy.core.multiarray._reconstruct"  # how pickles make an array
+DIGITS_FOR_TRAINING = 1500  # the first of 1797
+RECONSTRUCT = "numpy.core.multiarray._reconstruct"  # the function by which pickles create an array
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,13 +34,13 @@ class Dataset:
     """Images and their labels, in main memory.
 
     Attributes:
-        name: as :func:`load` knows it.
+        name: its name in :func:`load`.
         train_images: bytes, as (images, rows, columns) or (images, 3, rows, columns).
         train_labels: int64, from 0 to classes − 1.
         test_images: as train_images.
         test_labels: as train_labels.
         classes: the number of classes.
-        title: what to call it in a figure.
+        title: its name in figures.
         scale: the value of the brightest possible pixel.
 
     Example:
@@ -83,7 +83,7 @@ class Remote:
 
 @dataclass(frozen=True)
 class Source:
-    """The location of a data set below the folder of data sets, and what must be found there."""
+    """The files of a data set in the folder of data sets, and their expected contents."""
 
     title: str
     classes: int
@@ -105,7 +105,7 @@ def folder(root: str | Path | None = None) -> Path:
 
 
 def load(name: str, root: str | Path | None = None) -> Dataset:
-    """Read the data set of this name from the files below ``root``. DataError if they are missing or not as expected."""
+    """Read the data set of this name from its files in ``root``. Raises DataError if they are missing or not as expected."""
     if name == "digits":
         return digits()
     source = source_of(name)
@@ -160,7 +160,7 @@ def digits() -> Dataset:
 
 
 def checked(labels: Sequence[Any], count: int, classes: int, path: Path) -> Tensor:
-    """Labels as a tensor, after checking that there are ``count`` and that each is one of the classes."""
+    """Labels as a tensor. Raises DataError unless there are ``count`` labels and each is one of the classes."""
     if len(labels) != count:
         raise DataError(f"{path} has {len(labels)} labels, but should have {count}")
     strange = next((label for label in labels if type(label) is not int or not 0 <= label < classes), None)
@@ -177,7 +177,7 @@ def read_idx(start: Path, shape: tuple[int, ...]) -> tuple[Tensor, Sequence[int]
 
 
 def read_transposed_idx(start: Path, shape: tuple[int, ...]) -> tuple[Tensor, Sequence[int], Path]:
-    """The same for EMNIST, whose files store images transposed."""
+    """Images and labels from the IDX files of EMNIST, which store images transposed."""
     images, labels, path = read_idx(start, shape)
     return images.mT.contiguous(), labels, path
 
@@ -208,7 +208,7 @@ def by(shape: tuple[int, ...]) -> str:
 
 
 class Call:
-    """A call that a pickle asks for, which is recorded and never made."""
+    """A function call in a pickle, which is recorded but never executed."""
 
     __slots__ = ("args", "name", "state")
 
@@ -221,7 +221,7 @@ class Call:
 
 
 class InertUnpickler(pickle.Unpickler):
-    """Reads lists, dicts, numbers and text, and arrays as the calls that would make them. It refuses everything else."""
+    """Reads lists, dicts, numbers and text. Arrays become :class:`Call` objects. Everything else raises an error."""
 
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}".replace("numpy._core.", "numpy.core.")
@@ -250,7 +250,7 @@ def read_cifar(path: Path, shape: tuple[int, ...]) -> tuple[Tensor, Sequence[Any
 def array(call: Call) -> Tensor:
     """An array of bytes from numpy's pickled state: a version, shape, dtype, whether the order is Fortran's, and the content."""
     _, shape, kind, columns_first, content = call.state
-    if isinstance(content, Call) and content.name == "_codecs.encode":  # how Python 3 writes bytes for Python 2
+    if isinstance(content, Call) and content.name == "_codecs.encode":  # Python 3 pickles bytes for Python 2 in this way
         text, encoding = content.args
         content = text.encode("latin1") if encoding == "latin1" else None
     is_of_bytes = call.name == RECONSTRUCT and kind.name == "numpy.dtype" and kind.args[0] in ("u1", b"u1")
@@ -261,9 +261,9 @@ def array(call: Call) -> Tensor:
 
 
 def download(name: str, root: str | Path | None = None, progress: Progress | None = None) -> None:
-    """Download the official files of a data set that are missing; files that are there are not touched.
+    """Download the missing files of a data set from the official source. Existing files are not changed.
 
-    A download that was interrupted resumes. A file is put in place only after its checksum has been verified.
+    An interrupted download resumes. A file is moved to its path only after its checksum has been verified.
     """
     if name == "digits":
         return

@@ -16,18 +16,18 @@ from urllib.request import Request, urlopen
 
 from .files import write_whole
 
-Progress = Callable[[str, int, "int | None"], None]  # the file, bytes done, and total bytes if the server tells
+Progress = Callable[[str, int, "int | None"], None]  # the file, bytes done, and total bytes if the server reports them
 
 CHUNK = 1 << 20
 TIMEOUT = 60  # seconds without a byte
 
 
 class DataError(RuntimeError):
-    """A data set is absent, damaged or cannot be downloaded; the message names the file and what to do."""
+    """A data set is missing or damaged, or cannot be downloaded. The message names the file and says what to do."""
 
 
 def fetch(url: str, path: Path, sha256: str, progress: Progress | None = None) -> None:
-    """Download a file with this checksum, or resume from the part that an earlier attempt left beside it."""
+    """Download a file with this checksum. Resumes from the partial file of an earlier attempt."""
     if path.exists():
         if digest(path) != sha256:
             raise DataError(f"{path} exists, but is not the file at {url}: its SHA-256 is not {sha256}; move it away")
@@ -54,7 +54,7 @@ def transfer(url: str, part: Path, progress: Progress) -> None:
         response = urlopen(request, timeout=TIMEOUT)
     except HTTPError as error:
         with error:
-            if error.code == 416 and done:  # the part is complete already
+            if error.code == 416 and done:  # the partial file is already complete
                 return
             raise
     with response:
@@ -68,7 +68,7 @@ def transfer(url: str, part: Path, progress: Progress) -> None:
                 done += len(chunk)
                 progress(part.stem, done, total)
     if total is not None and done != total:
-        raise OSError(f"{done} of {total} bytes came")
+        raise OSError(f"only {done} of {total} bytes arrived")
 
 
 def digest(path: Path) -> str:
@@ -80,7 +80,7 @@ def digest(path: Path) -> str:
 
 
 def unpack(archive: Path, targets: dict[str, Path]) -> None:
-    """Write these members of a tar or zip archive, and no others, to files of our choosing."""
+    """Extract these members of a tar or zip archive, and no others, to the given paths."""
     with ExitStack() as stack:
         content: Callable[[str], IO[bytes] | None]
         if archive.suffix == ".zip":

@@ -1,4 +1,4 @@
-"""How long unfinished runs will take, from the time that finished ones took."""
+"""Estimate how long unfinished runs will take, from the times of finished runs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from .experiment import Experiment
 from .store import FINISHED, Record, Store, Task
 from .terminal import count, duration
 
-SAMPLE = 200  # finished runs to look at, the last ones
+SAMPLE = 200  # the number of most recent finished runs to use
 REPLICATES = ("seed", "first")  # settings that do not change how long a run takes
 
 
 def time_needed(experiment: Experiment, store: Store, tasks: Sequence[Task], workers: int) -> str:
-    """A sentence on how long these tasks will take with so many workers."""
+    """A sentence on how long these tasks will take with this number of workers."""
     known = [record for record in store.records(experiment.name) if is_measured(record)][-SAMPLE:]
     if not known:
         return (
@@ -26,7 +26,7 @@ def time_needed(experiment: Experiment, store: Store, tasks: Sequence[Task], wor
     seconds = [costs.setdefault(key, cost(experiment, task, known)) for task in tasks for key in [kind_of(task)]]
     takes = max(sum(seconds) / workers, max(seconds))
     with_workers = f" with {count(workers, 'worker')}" if workers > 1 else ""
-    return f"It will take about {duration(takes)}{with_workers}, judging by {count(len(known), 'finished run')}."
+    return f"It will take about {duration(takes)}{with_workers}, estimated from {count(len(known), 'finished run')}."
 
 
 def is_measured(record: Record) -> bool:
@@ -38,7 +38,7 @@ def kind_of(task: Task) -> tuple[Any, ...]:
 
 
 def cost(experiment: Experiment, task: Task, known: Sequence[Record]) -> float:
-    """Seconds of one worker: the mean, by amount of work, of those finished runs that share the most settings with the task."""
+    """Seconds of one worker: the mean over the finished runs that share most settings with the task, scaled by amount of work."""
     shared = [sum(task.get(name) == value for name, value in record.task.items() if name not in REPLICATES) for record in known]
     nearest = [record for record, found in zip(known, shared, strict=True) if found == max(shared)]
     rates = [record.facts["seconds"] / record.facts.get("together", 1) / amount(experiment, record.task) for record in nearest]

@@ -1,4 +1,4 @@
-"""An experiment: its settings and presets, the tasks they ask for, the function that does a task, and what the results show."""
+"""An experiment: its settings and presets, the tasks for given settings, the function that does a task, and its report."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ class Experiment:
 
     Attributes:
         name: the name of its command.
-        title: one line on what it measures, a noun with its objects.
-        settings: a frozen dataclass; each field is an :func:`option` of the command line.
+        title: what it measures, as a noun phrase of one line.
+        settings: a frozen dataclass. Each field is an :func:`option` of the command line.
         presets: settings of ``smoke`` (seconds), ``small`` (minutes) and ``paper`` (the paper's).
         task: a frozen dataclass of plain values: everything that the numbers of one run depend on, and nothing else.
-        tasks: the tasks that settings ask for. Two settings that ask for the same task share its run.
-        work: one line on how much work settings ask for.
-        run: does a task and returns its results, tensors and plain values by name. It resumes from ``run.state`` if that is set.
+        tasks: returns the tasks for given settings. If two settings have a task in common, they share its run.
+        work: describes in one line how much work given settings mean.
+        run: does a task, and returns its results, tensors and plain values by name. It resumes from ``run.state`` if that is set.
         sections: makes the report's sections from results. Some results may be missing, and they may differ in any setting.
-        alone: whether a task must run while no other does, because it measures time.
+        alone: whether no other task may run at the same time as a given task, because it measures time.
         run_together: does several tasks at once, each with its own run, and returns the results of each.
-        kind: maps a task to its kind; tasks of the same kind can be done together.
-        after: does further work that settings ask for, given the directories of finished runs; yields lines to print.
-        curves: metrics that a report keeps for each run, from which it can be made again. Without any it keeps none.
-        unit: what the progress of a run counts, in the plural.
-        amount: maps a task to how many of these it has in all, by which the time that it needs is estimated.
-        watched: the metric that says what is learned, for the display of progress; none if its name is empty.
+        kind: maps a task to its kind. Tasks of the same kind can be done together.
+        after: does further work for given settings and the directories of finished runs. Yields lines to print.
+        curves: metrics that a report stores for each run, so that the report can be made again. If empty, it stores no runs.
+        unit: the unit of a run's progress, in the plural.
+        amount: maps a task to its total number of these units, by which its time is estimated.
+        watched: the metric of performance that the progress display shows; none if its name is empty.
         examples: commands for the help text, without ``hesscale`` and the name.
     """
 
@@ -73,13 +73,16 @@ class Experiment:
     examples: tuple[str, ...] = ()
 
     def do(self, store: Store, task: Task, data: Path | None, command: str = "") -> None:
-        """Do a task, or the rest of it. ``data`` is the folder of data sets."""
+        """Do a task, or resume it. ``data`` is the folder of data sets."""
         self.do_together(store, [task], data, command)
 
     def do_together(
         self, store: Store, tasks: Sequence[Task], data: Path | None, command: str = ""
     ) -> Sequence[BusyRun | DamagedRun | None]:
-        """Do several tasks, together if possible. Returns for each why it could not start, or None; a single task raises that."""
+        """Do several tasks, together if possible. Returns for each task the error that kept it from starting, or None.
+
+        For a single task, this error is raised.
+        """
         problems: list[BusyRun | DamagedRun | None] = []
         with ExitStack() as stack:
             runs = []
@@ -116,13 +119,13 @@ class Experiment:
         return fingerprint(task["dataset"], data) if "dataset" in task else ""
 
     def results(self, store: Store, tasks: list[Task]) -> list[Result]:
-        """The results of finished tasks, with each task as the experiment's own type."""
+        """The results of finished tasks, with tasks as instances of the experiment's ``task``."""
         found = [store.result(self.name, task) for task in tasks]
         return [dataclasses.replace(result, task=self.task(**result.task)) for result in found if result is not None]
 
 
 def option(default: Any, help: str) -> Any:
-    """A field of settings."""
+    """A field of a dataclass of settings, with its help text."""
     return dataclasses.field(default=default, metadata={"help": help})
 
 

@@ -13,7 +13,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_whole(path: Path, produce: Callable[[Path], Any]) -> None:
-    """Let ``produce`` write a temporary file beside ``path``, and rename it once it is on the disk."""
+    """Let ``produce`` write a temporary file next to ``path``, and rename it once it is on disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:

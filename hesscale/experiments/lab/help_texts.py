@@ -1,4 +1,4 @@
-"""Help texts in groups that fit the terminal, with examples: typer's own break words and cut long names at 80 columns."""
+"""Help texts in groups that fit the terminal, with examples. Typer's own help breaks words and cuts off names at 80 columns."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
-NAMES_WIDTH = 22  # longer names of options have a line of their own
+NAMES_WIDTH = 22  # longer names of options get a separate line
 PLAINER = {"<int range>": "<int>", "<list[str]>": "<str>"}  # kinds of values
 
 
 class Command(TyperCommand):
-    """A command whose options are grouped by ``rich_help_panel``; the lines of its ``epilog`` are examples."""
+    """A command whose options are grouped by ``rich_help_panel``. The lines of its ``epilog`` are examples."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}
@@ -60,7 +60,7 @@ def plainer(names: str) -> str:
 
 
 def in_our_words(help_option: Any) -> Any:
-    """The option ``--help``, described as the other options are: in lower case and without a full stop."""
+    """The option ``--help``, with a description in the style of all others: in lower case, without a full stop."""
     if help_option is not None:
         help_option.help = "show this message"
     return help_option

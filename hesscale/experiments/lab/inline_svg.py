@@ -1,4 +1,4 @@
-"""Matplotlib's SVG files as part of a page: ids of their own, the page's font, and colours that follow light and dark."""
+"""Matplotlib's SVG files as a part of a page: with unique ids, the page's font, and colours for light and dark mode."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from collections.abc import Iterable
 from .matplotlib_files import GRID, INK, PAPER, SOFT_INK
 
 PAGE = {INK: "--ink", SOFT_INK: "--soft-ink", GRID: "--grid", PAPER: "--paper"}
-LIGHTEST, DARKEST = 0.62, 0.75  # lightness of colours on a dark background, of strong ones and of greys
+LIGHTEST, DARKEST = 0.62, 0.75  # lightness on a dark background, of saturated colours and of greys
 
 
 def inline_svg(text: str, prefix: str, label: str) -> str:
-    """The ``svg`` element of a file; ``prefix`` keeps its ids apart from those of other figures."""
+    """The ``svg`` element of a file. ``prefix`` makes its ids differ from those of other figures."""
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", text, flags=re.DOTALL)
     text = re.sub(r"<defs>\s*</defs>", "", text)
@@ -36,7 +36,7 @@ def variable(colour: str) -> str:
 
 
 def colours_of(figures: Iterable[str]) -> list[tuple[str, str, str]]:
-    """The variables of all colours in figures of a page, each with its colours on a light and on a dark background."""
+    """The CSS variables of all colours in the figures of a page, each with its colours in light and dark mode."""
     used = sorted({found for text in figures for found in re.findall(r"var\(--([0-9a-f]{6})\)", text)})
     return [(f"--{name}", f"#{name}", on_dark(name)) for name in used]
 

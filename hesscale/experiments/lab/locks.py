@@ -1,4 +1,4 @@
-"""A lock on a directory, which the operating system releases when its process ends, however it ends."""
+"""A lock on a directory. The operating system releases it when the process ends, even if it is killed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import time
 from pathlib import Path
 
-LOCK_SECONDS = 2.0  # time to wait; a process that was killed, or one that only reads, releases the lock sooner
+LOCK_SECONDS = 2.0  # the time to wait; a process that was killed, or that only reads, releases the lock sooner
 
 
 class BusyRun(Exception):
@@ -15,7 +15,7 @@ class BusyRun(Exception):
 
 
 def lock(directory: Path) -> io.TextIOWrapper:
-    """Take the lock, which is held until the file is closed. BusyRun if another process holds it."""
+    """Acquire the lock, which is held until the file is closed. Raises BusyRun if another process holds it."""
     import fcntl
 
     file = (directory / "lock").open("a+", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The machine that a result was made on, and the commit of the code."""
+"""The machine on which a result was computed, and the commit of the code."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def machine() -> dict[str, str]:
 
 
 def packages() -> dict[str, str]:
-    """Versions of the packages that numbers may depend on."""
+    """The versions of packages that may affect numbers."""
     found = {}
     for name in PACKAGES:
         try:

@@ -1,4 +1,4 @@
-"""Plots and heat maps as PNG and SVG files, by matplotlib. The page of a report has the SVG files in it."""
+"""Draw plots and heat maps as PNG and SVG files with matplotlib. The page of a report contains the SVG files."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from .series_layout import DrawnSeries, as_array, check, few_values, lay_out, li
 
 SYMBOLS = "os^DvPX<>p"
 WIDTH, HEIGHT = 5.4, 3.5  # inches
-LETTERS = 76  # of a legend's line, where each entry has 6 more for its symbol
-MANY = 40  # lines with this many points or more have no symbols
+LETTERS = 76  # of a line of the legend; each entry takes 6 more for its symbol
+MANY = 40  # lines with at least this many points have no symbols
 INK, SOFT_INK, GRID, PAPER = "#222222", "#444444", "#e4e4e4", "#ffffff"
 TICK = FuncFormatter(lambda value, _: tick(float(f"{value:.6g}")))
 STYLE: Any = {
@@ -51,7 +51,7 @@ STYLE: Any = {
 }
 
 
-UNWANTED = {"png": ["Software"], "svg": ["Date", "Creator"]}  # metadata that change although the numbers do not
+UNWANTED = {"png": ["Software"], "svg": ["Date", "Creator"]}  # metadata that change even if the numbers do not
 
 
 def save_figure(
@@ -104,7 +104,7 @@ def draw_plot(plot: Plot, colours: Mapping[str, str] | None) -> Figure:
 
 
 def draw_mark(axes: Axes, mark: DrawnSeries, is_faint: bool) -> None:
-    name = f"series {mark.label}"  # what the page shows beside values under the pointer
+    name = f"series {mark.label}"  # the page shows it with the values under the pointer
     if mark.kind == "line":
         (line,) = axes.plot(mark.x, mark.y, linestyle=mark.dash, color=mark.colour, **symbol(mark), linewidth=1.6, zorder=3)
         line.set_gid(name)
@@ -130,7 +130,7 @@ def symbol(mark: DrawnSeries) -> dict[str, Any]:
 
 
 def draw_legend(figure: Figure, marks: Sequence[DrawnSeries]) -> None:
-    """The legend below the axes, in as many columns as have room."""
+    """Draw the legend below the axes, in as many columns as fit."""
     handles = [
         Line2D([], [], ls=mark.dash, color=mark.colour, **symbol(mark))
         if mark.kind == "line"
@@ -144,7 +144,7 @@ def draw_legend(figure: Figure, marks: Sequence[DrawnSeries]) -> None:
 
 
 def number_ticks(axis: Any, is_log: bool, ends: tuple[float, float]) -> None:
-    """Ticks as 20k or 0.5, without powers or offsets."""
+    """Label ticks as 20k or 0.5, without powers or offsets."""
     axis.set_major_formatter(TICK)
     if not is_log:
         axis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
@@ -155,7 +155,7 @@ def number_ticks(axis: Any, is_log: bool, ends: tuple[float, float]) -> None:
 
 
 def note_limits(axes: Axes, plot: Plot) -> None:
-    """Leave a note in the SVG file of which numbers the ends of the axes are, from which the page can tell values at points."""
+    """Store the limits of the axes in the SVG file, so that the page can compute values under the pointer."""
     scales = {"x": [*axes.get_xlim(), plot.log_x], "y": [*axes.get_ylim(), plot.log_y]}
     ends = {name: [*rounded([low, high]), is_log] for name, (low, high, is_log) in scales.items()}
     axes.set_gid(f"axes {json.dumps(ends | {'categories': list(plot.categories)})}")
@@ -169,7 +169,7 @@ def name_categories(axes: Axes, plot: Plot) -> None:
 
 
 def turned(names: Sequence[str], room: int = 52) -> dict[str, Any]:
-    """The rotation of names along an axis that has room for this many letters."""
+    """The rotation of category names along an axis with room for this many letters."""
     is_tight = sum(len(name) + 2 for name in names) > room
     return {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if is_tight else {}
 
@@ -196,5 +196,5 @@ def draw_heat(heat: Heat) -> Figure:
 
 
 def plain(text: str) -> str:
-    """Text for matplotlib, which would read the text between two dollar signs as mathematics."""
+    """Text with escaped dollar signs, between which matplotlib would read mathematics."""
     return text.replace("$", r"\$")

@@ -1,4 +1,4 @@
-"""The report as a single self-contained HTML page: what was found, the figures that carry it, and the rest folded."""
+"""The report as a self-contained HTML page: findings, the figures that support them, and all other sections collapsed."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from .series_layout import lay_out
 if TYPE_CHECKING:
     from .report import Account
 
-FINDINGS, FIGURES = 5, 2  # the most that the page opens with
+FINDINGS, FIGURES = 5, 2  # the maximum numbers at the top of the page
 
 
 @dataclass
 class View:
-    """A figure of the page, or one of several that a switch chooses from."""
+    """A figure of the page, or one of several figures between which a control switches."""
 
     id: str
     item: Plot | Heat
@@ -42,7 +42,7 @@ Views = list[View]
 
 @dataclass
 class Folded:
-    """A section, whose figures and tables are folded; a figure is a list of views."""
+    """A section whose figures and tables are collapsed. A figure is a list of views."""
 
     id: str
     title: str
@@ -58,7 +58,7 @@ class Folded:
 
 @dataclass
 class Part:
-    """The part of the page that is about one experiment."""
+    """The part of the page for one experiment."""
 
     id: str
     account: Account
@@ -67,12 +67,12 @@ class Part:
 
     @property
     def is_open(self) -> bool:
-        """Nothing is folded where nothing was found."""
+        """Whether sections are expanded: they are if there are no findings."""
         return not any(section.findings for section in self.account.sections)
 
     @property
     def made(self) -> list[tuple[str, dict[str, Any]]]:
-        """How it was made, and what stands beside it."""
+        """How the results were produced, and the earlier reports that are shown with them."""
         own = {"command": self.account.command, "settings": self.account.settings, "facts": self.account.made}
         found = [("", own)]
         for earlier in self.account.baselines:
@@ -82,7 +82,7 @@ class Part:
         return found
 
     def take(self, figure: str) -> Views | None:
-        """Remove the figure with a plot of this name from its section, and return it."""
+        """Remove the figure that has a plot of this name from its section, and return it."""
         for section in self.sections:
             for item in section.items:
                 if not isinstance(item, Table) and any(view.item.name == figure for view in item):
@@ -92,7 +92,7 @@ class Part:
 
 
 def page_of(accounts: Sequence[Account], folder: Path) -> str:
-    """The page, with the SVG files of all figures, which are below ``folder``."""
+    """The page, with the SVG files of all figures, which are in ``folder``."""
     parts = [part_of(account, folder) for account in accounts]
     svgs = [view.svg for part in parts for section in part.sections for item in section.items for view in views_in(item)]
     findings = first_findings(parts)
@@ -121,7 +121,7 @@ def part_of(account: Account, folder: Path) -> Part:
 
 
 def first_findings(parts: Sequence[Part]) -> list[tuple[Part, Finding]]:
-    """What the page opens with: the first findings of each experiment, in the order of the experiments."""
+    """The findings at the top of the page: the first of each experiment, in the order of experiments."""
     ranked = [(rank, number) for number, part in enumerate(parts) for rank in range(len(part.findings))]
     chosen = sorted(sorted(ranked)[:FINDINGS], key=lambda found: (found[1], found[0]))
     return [(parts[number], parts[number].findings[rank]) for rank, number in chosen]
@@ -151,7 +151,7 @@ def view_of(account: Account, folder: Path, item: Plot | Heat) -> View:
 
 
 def switched(views: Views) -> Views:
-    """Views with the classes by which the style sheet shows the one that the switches choose."""
+    """Views with the CSS classes by which the style sheet shows the selected one."""
     switches = switches_of(views)
     for view in views:
         chosen = zip(switches, names_of(view), strict=True)
@@ -160,7 +160,7 @@ def switched(views: Views) -> Views:
 
 
 def switches_of(views: Views) -> list[list[str]]:
-    """The choices of each switch between views."""
+    """The options of each control that switches between views."""
     return [list(dict.fromkeys(names)) for names in zip(*map(names_of, views), strict=True)]
 
 
@@ -169,7 +169,7 @@ def names_of(view: View) -> Sequence[str]:
 
 
 def side(table: Table, column: int) -> Markup:
-    """The attribute of a cell that is aligned right."""
+    """The HTML attribute of a cell that is aligned right."""
     return Markup(' class="number"') if is_numeric(table, column) else Markup("")
 
 
@@ -180,7 +180,7 @@ def code(plain: object) -> Markup:
 
 
 def slug(name: str) -> str:
-    """A name in a form that fits into file names and URLs."""
+    """A name, converted for file names and URLs."""
     found = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     if not found:
         raise ValueError(f"{name!r} cannot name a file: use letters a to z, or digits")

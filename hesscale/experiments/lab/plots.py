@@ -1,4 +1,4 @@
-"""What a report shows, as data: figures, tables and findings."""
+"""Figures, tables and findings of a report, as data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Series:
     y: Sequence[float]
     low: Sequence[float] | None = None  # the lower end of a band, or of the whiskers of bars
     high: Sequence[float] | None = None  # the upper end
-    kind: str = "line"  # "line", "dots" (a cloud, no line) or "bars"
+    kind: str = "line"  # "line", "dots" (points without a line) or "bars"
     colour: str | None = None
     dashed: bool = False
 
@@ -36,15 +36,15 @@ class Plot:
     log_y: bool = False
     categories: Sequence[str] = ()  # names along the x axis, in place of numbers
     caption: str = ""
-    worse: str = ""  # "up" or "down": where values are of methods that diverged, which must not set the scale
-    kept: Sequence[float] = ()  # values of y that are not cut off for that, such as the return of an untrained agent
-    group: str = ""  # plots of a group are one figure of the page, with a switch between their views
-    view: Sequence[str] = ()  # what is chosen at each switch of the group to see this plot
+    worse: str = ""  # "up" or "down": the direction of worse values, which may be cut off if methods diverge
+    kept: Sequence[float] = ()  # values of y that must not be cut off, such as the return of an untrained agent
+    group: str = ""  # the plots of a group are one figure of the page, with controls that switch between them
+    view: Sequence[str] = ()  # the options of these controls that select this plot
 
 
 @dataclass
 class Heat:
-    """Matrices side by side, each on a colour scale of its own unless ``shared``."""
+    """Matrices side by side, each with its own colour scale unless ``shared``."""
 
     name: str
     title: str
@@ -66,15 +66,15 @@ class Table:
 
 @dataclass
 class Finding:
-    """What the runs show, in a sentence or two with their numbers."""
+    """A result of the runs, in one or two sentences with numbers."""
 
     text: str
-    figure: str = ""  # the name of the plot that carries it
+    figure: str = ""  # the name of the plot that supports it
 
 
 @dataclass
 class Section:
-    """A part of an experiment's report: a claim of the paper, and what was found."""
+    """A section of an experiment's report: a claim of the paper, and the results."""
 
     title: str
     text: str = ""  # paragraphs, with blank lines between them

@@ -1,4 +1,4 @@
-"""Progress of a sweep, as bars in a terminal and as a line now and then elsewhere, with what is learned and the time left."""
+"""Progress of a sweep, as bars in a terminal or as occasional lines elsewhere, with a performance metric and the time left."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from .experiment import Experiment
 from .sweep import SweepProgress
 from .terminal import count, duration
 
-SHOWN = 8  # runs with a bar of their own
+SHOWN = 8  # the maximum number of runs with their own bar
 FIRST_LINE, SECONDS_BETWEEN_LINES = 5.0, 20.0
 
 
 class Pace:
-    """What a command has done so far, from which its speed and the time left follow."""
+    """The speed of a command and the time left, from the work that it has done so far."""
 
     def __init__(self, experiment: Experiment, total: int) -> None:
         self.experiment, self.total, self.began = experiment, total, time.monotonic()
-        self.first: dict[str, int] = {}  # work that was done when a run was first seen, and when it was last seen
+        self.first: dict[str, int] = {}  # by run: the work that was done when it was first seen, and when it was last seen
         self.last: dict[str, tuple[int, int]] = {}
         self.finished_before: int | None = None
-        self.share = 0.0  # of all work
-        self.share_before = 0.0  # of it, done by earlier commands
+        self.share = 0.0  # the fraction of all work that is done
+        self.share_before = 0.0  # the fraction of all work that earlier commands did
 
     def update(self, watched: SweepProgress) -> None:
         if self.finished_before is None:
@@ -45,7 +45,7 @@ class Pace:
 
     @property
     def text(self) -> str:
-        """The speed, and the time left."""
+        """The speed and the time left, as text."""
         seconds, done = time.monotonic() - self.began, sum(self.last[key][0] - self.first[key] for key in self.last)
         gained = self.share - self.share_before
         if seconds <= 0 or done <= 0 or gained <= 0:
@@ -57,7 +57,7 @@ class Pace:
 
 
 def learned(experiment: Experiment, watched: SweepProgress) -> str:
-    """The last value of the metric that says what is learned. Several runs in progress have a median, since some may diverge."""
+    """The last value of the watched metric. For several runs in progress, it is the median, since some may diverge."""
     values = [*watched.learned.values()]
     if not values:
         return ""
@@ -65,7 +65,7 @@ def learned(experiment: Experiment, watched: SweepProgress) -> str:
 
 
 def progress_lines(console: Console, experiment: Experiment, total: int) -> Callable[[SweepProgress], None]:
-    """Print a line now and then, where no bars can be drawn."""
+    """Print occasional lines, if the output is not a terminal."""
     pace = Pace(experiment, total)
     next_line = time.monotonic() + FIRST_LINE
 
@@ -90,7 +90,7 @@ def progress_bars(progress: Progress, experiment: Experiment, total: int) -> Cal
         pace.update(watched)
         more = len(watched.running) - SHOWN
         label = f"{watched.finished} of {count(total, 'run')}" + (f", {watched.failed} failed" if watched.failed else "")
-        label += f", {more} more at work" if more > 0 else ""
+        label += f", {more} more running" if more > 0 else ""
         progress.update(whole, description=label, completed=pace.share * total, text=pace.text)
         for key in [key for key in each if key not in watched.running]:
             progress.remove_task(each.pop(key))

@@ -1,4 +1,4 @@
-"""The report of a store's runs: a page, figures, tables, a summary of the numbers, and the commands that made them."""
+"""The report of a store's runs: a page, figures, tables, a summary of the numbers, and the commands that produced them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from .run_files import read_runs, write_runs
 from .series_layout import as_array, check, palette
 from .store import FAILED, FINISHED, DamagedRun, Result, Store, Task
 
-FEW = 8  # up to this many values of a setting are listed
+FEW = 8  # the maximum number of values of a setting to list
 
 
 @dataclass
 class Account:
-    """The part of a report that is about one experiment: what it shows, and how it was made."""
+    """The part of a report for one experiment: its figures and tables, and how they were produced."""
 
     name: str
     title: str
@@ -41,9 +41,9 @@ class Account:
     machines: list[str] = field(default_factory=list)
     started: str = ""
     finished: str = ""
-    baselines: list[dict[str, Any]] = field(default_factory=list)  # how the earlier reports that it also shows were made
+    baselines: list[dict[str, Any]] = field(default_factory=list)  # metadata of earlier reports that it also shows
     results: list[Result] = field(default_factory=list)
-    curves: Sequence[str] = ()  # metrics that are kept for each run
+    curves: Sequence[str] = ()  # metrics that are stored for each run
 
     @property
     def items(self) -> list[Plot | Heat | Table]:
@@ -55,7 +55,7 @@ class Account:
 
     @property
     def colours(self) -> dict[str, str]:
-        """One colour for a label in all of its plots."""
+        """The colour of each label, the same in all plots."""
         return palette(self.plots)
 
     @property
@@ -86,10 +86,10 @@ class Account:
 def report(
     store: Store, names: list[str], folder: Path, page: bool = True, everything: bool = False, beside: Path | None = None
 ) -> Path:
-    """Write the report of these experiments, or of all that have runs, and return the path to open.
+    """Write the report of these experiments, or of all experiments that have runs. Returns the path to open.
 
-    It shows the runs of the last command, or all finished runs with ``everything``; and what the earlier report ``beside``
-    showed.
+    It shows the runs of the last command, or with ``everything`` all finished runs. With ``beside``, it also shows the results of
+    this earlier report.
     """
     known = experiments()
     if unknown := [name for name in names if name not in known]:
@@ -116,7 +116,7 @@ def report(
 
 
 def add_baselines(accounts: Sequence[Account], before: dict[str, dict[str, Any]], beside: Path, folder: Path) -> None:
-    """Add to each account what an earlier summary has for it. ValueError if writing to the folder would lose part of that."""
+    """Add the results of an earlier summary to each account. Raises ValueError if writing to the folder would lose any."""
     shared = [account for account in accounts if account.name in before]
     if not shared:
         raise ValueError(f"{beside} shows {', '.join(before)}, not {', '.join(account.name for account in accounts)}")
@@ -132,7 +132,7 @@ def add_baselines(accounts: Sequence[Account], before: dict[str, dict[str, Any]]
 
 
 def account_of(store: Store, experiment: Experiment, command: str, tasks: list[Task]) -> Account:
-    """Read the runs of these tasks; a run that cannot be read becomes a problem of the account."""
+    """Read the runs of these tasks. If a run cannot be read, this is noted in the account's ``problems``."""
     account = Account(experiment.name, experiment.title, command, asked=len(tasks), settings=settings_of(tasks))
     account.curves = experiment.curves
     names = {option.name for option in dataclasses.fields(experiment.task)}
@@ -166,9 +166,9 @@ def account_of(store: Store, experiment: Experiment, command: str, tasks: list[T
 
 
 def report_again(sources: Sequence[Path], folder: Path, page: bool = True) -> Path:
-    """Make one report of the runs that earlier ones kept in the folders ``sources``, and return the path to open.
+    """Make one report from the runs that earlier reports have stored in the folders ``sources``. Returns the path to open.
 
-    Of runs with the same settings, that of the first folder counts.
+    If several folders have a run with the same settings, that of the first folder is used.
     """
     known, accounts = experiments(), dict[str, Account]()
     for source in sources:
@@ -186,7 +186,7 @@ def report_again(sources: Sequence[Path], folder: Path, page: bool = True) -> Pa
 
 
 def add_kept(account: Account, experiment: Experiment, source: Path, before: dict[str, dict[str, Any]]) -> None:
-    """Add to an account the runs that an earlier report kept, and how they were made."""
+    """Add the runs that an earlier report has stored to an account, with their metadata."""
     made, done = before[experiment.name], {result.task for result in account.results}
     account.results += [r for r in read_runs(runs_file(source, experiment.name), experiment.task) if r.task not in done]
     account.curves = experiment.curves
@@ -205,7 +205,7 @@ def runs_file(folder: Path, experiment: str) -> Path:
 
 
 def write_report(accounts: Sequence[Account], folder: Path, *, page: bool = True) -> Path:
-    """Write figures, ``tables.md``, ``summary.json``, kept runs and, with ``page``, ``index.html``. Returns the path to open."""
+    """Write figures, ``tables.md``, ``summary.json``, the runs and, with ``page``, ``index.html``. Returns the path to open."""
     for account in accounts:
         for item in account.items:
             check(item)
@@ -278,7 +278,7 @@ def describe(item: Plot | Heat | Table) -> dict[str, Any]:
 
 
 def describe_series(series: Series) -> dict[str, Any]:
-    """The numbers of a series, and how it is drawn where that is not the default."""
+    """The numbers of a series, and its style if that is not the default."""
     look = {"kind": series.kind, "colour": series.colour, "dashed": series.dashed}
     usual = {"kind": "line", "colour": None, "dashed": False}
     values = {name: found for name in NUMBERS if (found := getattr(series, name)) is not None}
@@ -290,7 +290,7 @@ def describe_series(series: Series) -> dict[str, Any]:
 
 
 def settings_of(tasks: Sequence[Task]) -> dict[str, str]:
-    """Each setting with its value, or its values if there are several."""
+    """Each setting with its values."""
     found = {}
     for name in tasks[0] if tasks else ():
         values = [str(value) or "–" for value in unique(task.get(name) for task in tasks)]

@@ -1,6 +1,6 @@
 """A run in progress: a directory with a database of metrics and the last checkpoint.
 
-A checkpoint and a finished run hold a digest of their metrics, by which files that do not belong together are detected.
+A checkpoint and a finished run contain a digest of their metrics, to detect files that do not belong together.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ Task = dict[str, Any]  # plain values by name
 
 
 class Pause(BaseException):
-    """Raised by a checkpoint after :attr:`Run.deadline`; the run is resumed later."""
+    """Raised by a checkpoint after :attr:`Run.deadline`. The run is resumed later."""
 
 
 class Run:
     """An open run, which no other process can open at the same time. It is a context manager.
 
     Attributes:
-        state: what :meth:`checkpoint` saved last; None at the beginning.
-        is_finished: whether there is nothing left to do.
+        state: the last state that :meth:`checkpoint` saved; None at the beginning.
+        is_finished: whether the run is complete.
         deadline: the time on the monotonic clock after which a checkpoint raises :class:`Pause`.
-        together: how many runs are done together with this one, itself among them.
+        together: how many runs are done together, including this one.
     """
 
     def __init__(self, directory: Path, experiment: str, task: Task, command: str = "", *, tensorboard: bool = False) -> None:
@@ -63,7 +63,7 @@ class Run:
         self.is_finished = False
         self.deadline = math.inf
         self.together = 1
-        self.began, self.seconds_before = time.monotonic(), 0.0  # of work that earlier commands did
+        self.began, self.seconds_before = time.monotonic(), 0.0  # the time that earlier commands spent on it
         self.done = 0
         self.tensorboard, self.writer = tensorboard, None
         self.rows, self.digest = 0, digest([])  # of the metrics in the database
@@ -93,7 +93,7 @@ class Run:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         try:
             if error is not None and not self.is_finished:
-                with suppress(sqlite3.Error, OSError, DamagedRun):  # a full disk, say; the error itself matters more
+                with suppress(sqlite3.Error, OSError, DamagedRun):  # such as a full disk; ``error`` is more important
                     self.flush()
                     if isinstance(error, Exception):
                         lines = "".join(traceback.format_exception(error))
@@ -142,7 +142,7 @@ class Run:
             self.writer = tensorboard_writer(self.directory, 1 + max((step for step, _, _ in rows), default=-1))
 
     def reads(self, inputs: str) -> None:
-        """Record the fingerprint of the data. Raises an error if the run began with other data."""
+        """Record the fingerprint of the data. Raises an error if the run has begun with other data."""
         before = read_facts(self.database).get("inputs", inputs)
         if before != inputs:
             raise ValueError(
@@ -152,7 +152,7 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """The time that the run has taken, without what an interruption lost."""
+        """The time that the run has taken, without work that was lost by interruptions."""
         return self.seconds_before + time.monotonic() - self.began
 
     def note(self, **facts: Any) -> None:
@@ -160,7 +160,7 @@ class Run:
             write_facts(self.database, facts)
 
     def log(self, step: int, **values: float) -> None:
-        """Log metrics of a step. They reach the disk within a second or so, and with the next checkpoint."""
+        """Log metrics of a step. They are written to disk about once per second, and with every checkpoint."""
         self.pending += [as_row(step, name, value) for name, value in values.items()]
         if self.writer is not None:
             for name, value in values.items():
@@ -219,7 +219,7 @@ class Run:
 
 
 def key_of(experiment: str, task: Task) -> str:
-    """A hash of the task, which does not depend on the order of its settings."""
+    """A hash of the task that does not depend on the order of its settings."""
     return hashlib.sha256(json.dumps([FORMAT, experiment, task], sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -231,7 +231,7 @@ def has_begun(directory: Path) -> bool:
     """Whether the directory holds files of a run."""
     try:
         return any((directory / name).exists() for name in ("run.sqlite", "checkpoint.pt"))
-    except PermissionError:  # something is there, and reading it will raise an error
+    except PermissionError:  # there are files, and reading them will raise an error
         return True
 
 
@@ -251,7 +251,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def tensorboard_writer(directory: Path, begin: int) -> Any:
-    """A writer that begins at a step; TensorBoard hides what was written for later steps before."""
+    """A writer that begins at this step. TensorBoard then hides later steps that were written before."""
     try:
         package: Any = importlib.import_module("torch.utils.tensorboard")
     except ModuleNotFoundError as missing:

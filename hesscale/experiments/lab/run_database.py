@@ -1,4 +1,4 @@
-"""The SQLite database of a run: facts, metrics and results. Files that are damaged or not ours raise DamagedRun."""
+"""The SQLite database of a run: facts, metrics and results. Files that are damaged or of another kind raise DamagedRun."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 FORMAT = 1
-MARK = 0x48455353  # identifies our databases
+MARK = 0x48455353  # identifies databases of runs
 SCHEMA = """
 CREATE TABLE facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE metrics (id INTEGER PRIMARY KEY, step INTEGER NOT NULL, name TEXT NOT NULL, value REAL);
@@ -29,7 +29,7 @@ Metrics = dict[str, list[tuple[int, float]]]
 
 
 class DamagedRun(Exception):
-    """A file of a run is damaged, or is not one of ours."""
+    """A file of a run is damaged, or of another kind."""
 
 
 def new_database(path: Path, facts: Mapping[str, Any]) -> None:
@@ -40,7 +40,7 @@ def new_database(path: Path, facts: Mapping[str, Any]) -> None:
 
 
 def connect(directory: Path) -> sqlite3.Connection:
-    """The database of a run. DamagedRun if it is not one of ours."""
+    """Open the database of a run. Raises DamagedRun if it is damaged or of another kind."""
     path = directory / "run.sqlite"
     if not path.exists():
         raise DamagedRun(f"{path} is missing; remove the directory to start this run again")
@@ -64,7 +64,7 @@ def connect(directory: Path) -> sqlite3.Connection:
 
 @contextmanager
 def reading(path: Path, remedy: str = "remove the directory to begin this run again") -> Iterator[None]:
-    """Turn errors into DamagedRun with the file's name and a remedy. If the file is only locked, the remedy is left out."""
+    """Convert errors to DamagedRun with the file's name and a remedy. If the file is only locked, there is no remedy."""
     try:
         yield
     except (sqlite3.DatabaseError, ValueError, TypeError, KeyError) as error:
@@ -82,7 +82,7 @@ def write_facts(database: sqlite3.Connection, facts: Mapping[str, Any]) -> None:
 
 
 def as_row(step: int, name: str, value: float) -> Row:
-    """A row as SQLite returns it; SQLite has neither nan nor −0."""
+    """A row as SQLite returns it. SQLite supports neither NaN nor −0."""
     number = float(value) + 0.0
     return operator.index(step), name, None if math.isnan(number) else number
 
@@ -99,7 +99,7 @@ def by_name(rows: list[Row]) -> Metrics:
 
 
 def digest(rows: Iterable[tuple[Any, ...]], onto: Any = None) -> Any:
-    """SHA-256 of rows as they are in a database, following those that ``onto`` has digested."""
+    """Update the SHA-256 digest ``onto`` with rows of a database."""
     found = hashlib.sha256() if onto is None else onto
     for row in rows:
         found.update(repr(row).encode())

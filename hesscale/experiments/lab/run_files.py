@@ -1,4 +1,4 @@
-"""Finished runs in one compressed file: the settings, results and curves of each, from which a report can be made again."""
+"""Finished runs in one compressed file, with the settings, results and curves that are needed to make the report again."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .run_database import DamagedRun
 from .store import Result
 
 FORMAT = 1
-DIGITS = 6  # of the numbers of curves; results are whole
+DIGITS = 6  # of the numbers of curves; results are not rounded
 
 
 def write_runs(path: Path, results: Sequence[Result], curves: Sequence[str]) -> None:
-    """Write runs, with the metrics named in ``curves``. The same runs give the same bytes."""
+    """Write runs, with the metrics in ``curves``. The same runs give the same bytes."""
     tasks = [dataclasses.asdict(result.task) for result in results]
     shared = {name: value for name, value in tasks[0].items() if all(task[name] == value for task in tasks)} if tasks else {}
     runs = [
@@ -37,13 +37,13 @@ def write_runs(path: Path, results: Sequence[Result], curves: Sequence[str]) -> 
 
 
 def curve_columns(points: Sequence[tuple[int, float]]) -> list[list[Any]]:
-    """Steps and values; a value that is not finite is None."""
+    """Steps and values. A value that is not finite becomes None."""
     values = [float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None for _, value in points]
     return [[step for step, _ in points], values]
 
 
 def read_runs(path: Path, task: type) -> list[Result]:
-    """The runs of a file, with their tasks as the experiment's own type.
+    """The runs of a file, with tasks as instances of ``task``.
 
     Raises:
         DamagedRun: if the file cannot be read, or its runs have other settings than ``task``.

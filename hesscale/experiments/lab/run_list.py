@@ -1,4 +1,4 @@
-"""The list of runs: one line for each, with the settings that differ, or everything about a single one."""
+"""The list of runs: one line for each run with the settings that differ, or all details of a single run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STATUSES = (FINISHED, RUNNING, INTERRUPTED, FAILED, DAMAGED)
 
 
 def select(records: Sequence[Record], experiments: Sequence[str], filters: Sequence[str]) -> list[Record]:
-    """The runs that match all filters, each an experiment, a status, setting=value, or the beginning of an id.
+    """The runs that match all filters. A filter is an experiment, a status, setting=value, or the beginning of an id.
 
     Raises:
         ValueError: for a filter that is none of these, or that no run matches.
@@ -46,7 +46,7 @@ def select(records: Sequence[Record], experiments: Sequence[str], filters: Seque
 
 
 def is_value(found: Any, text: str) -> bool:
-    """Whether a setting has the value that is written as ``text``; 1e-3 and 0.001 are the same."""
+    """Whether a setting has the value in ``text``. 1e-3 and 0.001 are the same."""
     if isinstance(found, float):
         try:
             return found == float(text)
@@ -60,9 +60,9 @@ def settings_of(record: Record) -> Task:
 
 
 def lines(records: Sequence[Record], room: int | None) -> Iterator[str]:
-    """For each experiment a heading, and a line per run with the settings that differ; the path is last.
+    """For each experiment, a heading and one line per run, with the settings that differ and the path.
 
-    Where a line would not fit into ``room``, paths give way to ids, and then settings are cut.
+    If a line does not fit into ``room`` columns, ids replace paths. If that is not enough, settings are cut off.
     """
     for experiment in dict.fromkeys(record.directory.parent.name for record in records):
         own = [record for record in records if record.directory.parent.name == experiment]
@@ -134,7 +134,7 @@ def plain(value: Any) -> str:
 
 
 def as_json(records: Sequence[Record]) -> str:
-    """A list with an object per run, one per line."""
+    """A JSON list with one object per run, each on one line."""
     found = [
         {
             "experiment": record.directory.parent.name,
@@ -151,7 +151,7 @@ def as_json(records: Sequence[Record]) -> str:
 
 
 def run_of(store: Store, beginning: str, last: bool, files: Sequence[str]) -> Path:
-    """The directory of the run whose id begins so, or of the last one; it has one of these files.
+    """The directory of the run whose id begins with ``beginning``, or of the last run. It must have one of these files.
 
     Raises:
         ValueError: if there is no such run, or more than one.

@@ -1,4 +1,4 @@
-"""The layout of a plot's series: colours, dashes, positions within categories, what is left out or cut off."""
+"""The layout of a plot's series: colours, dashes, positions within categories, and points that are left out or cut off."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ COLOURS = ("#3f90da", "#ffa90e", "#bd1f01", "#832db6", "#717581", "#e76300", "#a
 KINDS = ("line", "dots", "bars")
 GOLDEN = (5**0.5 - 1) / 2
 DASHES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (8, 1.5)), (0, (4, 1, 1, 1, 1, 1)))
-ROOM, LOG_ROOM = 1.5, 0.5  # of an axis for worse values, relative to what the better half of the series takes
+ROOM, LOG_ROOM = 1.5, 0.5  # room for worse values on an axis, relative to the range of the better half of the series
 Array = Any  # of numpy, of float64
 
 
 @dataclass
 class DrawnSeries:
-    """A series ready to draw. Points that cannot be shown are left out, or are nan along a line and its band."""
+    """A series that is ready to draw. Points that cannot be drawn are left out, or are NaN along a line and its band."""
 
     label: str
     kind: str
     colour: str
-    number: int  # index of its label among those of the plot, which decides the symbol
+    number: int  # index of its label among those of the plot, which determines the symbol
     dash: Any  # of matplotlib
     in_legend: bool
     x: Array
@@ -37,17 +37,17 @@ class DrawnSeries:
     low: Array | None
     high: Array | None
     width: float = 0.0  # of a bar
-    medians: list[tuple[float, float, float]] = field(default_factory=list)  # of clouds: from x, to x, y
+    medians: list[tuple[float, float, float]] = field(default_factory=list)  # of clouds of points: from x, to x, y
 
 
 @dataclass
 class Layout:
-    """What to draw.
+    """The layout of a plot.
 
     Attributes:
         marks: the series.
-        low, high: where the y axis is cut off; None where it ends is matplotlib's choice.
-        notes: sentences about what cannot be seen.
+        low, high: the limits of the y axis; None for matplotlib's choice.
+        notes: sentences about values that are not shown.
     """
 
     marks: list[DrawnSeries]
@@ -109,7 +109,7 @@ def own_colours(plots: Sequence[Plot]) -> dict[str, str]:
 
 
 def dashes_of(plot: Plot, colours: Mapping[str, str]) -> dict[str, Any]:
-    """The dash of each label: lines of one colour have different ones, while there are enough."""
+    """The dash of each label. Lines of the same colour have different dashes, as long as there are enough."""
     lines = {series.label for series in plot.series if series.kind == "line"}
     found = {series.label: DASHES[0] for series in plot.series if series.label not in lines}
     for series in plot.series:
@@ -121,10 +121,10 @@ def dashes_of(plot: Plot, colours: Mapping[str, str]) -> dict[str, Any]:
 
 
 def ends_of_axis(plot: Plot, drawn: Sequence[DrawnSeries]) -> tuple[float | None, float | None]:
-    """Where to cut off the y axis, so that neither methods that diverged nor their bands set its scale.
+    """The limits of the y axis. Methods that diverged, and their bands, do not determine the scale.
 
-    What the better half of the series takes up, without outliers, is shown, and some room on the worse side.
-    Bands do not make an axis that is logarithmic longer than twice the smallest value. None where nothing is cut off.
+    The axis shows the range of the better half of the series, without outliers, and some room on the worse side. On a logarithmic
+    axis, bands are cut off below half of the smallest value. A limit is None if nothing is cut off.
     """
     scale = np.log10 if plot.log_y else as_array
     lines = [found for mark in drawn if len(found := scale(mark.y[np.isfinite(mark.y)]))]
@@ -147,9 +147,9 @@ def ends_of_axis(plot: Plot, drawn: Sequence[DrawnSeries]) -> tuple[float | None
 
 
 def worst_shown(lines: Sequence[Array], everything: Array, kept: Array, is_log: bool) -> float:
-    """The largest value that is not too far above the better half of the lines, where less is better.
+    """The largest value to show, if smaller values are better: one that is not too far above the better half of the lines.
 
-    The largest of all, unless that would leave less than half of the axis to the others.
+    It is the largest of all values, unless the others would then take less than half of the axis.
     """
     better = np.concatenate(sorted(lines, key=np.median)[: (len(lines) + 1) // 2])
     first, third = np.quantile(better, [0.25, 0.75])
@@ -161,7 +161,7 @@ def worst_shown(lines: Sequence[Array], everything: Array, kept: Array, is_log: 
 
 
 def cut_off(drawn: Sequence[DrawnSeries], low: float | None, high: float | None) -> list[str]:
-    """What lies beyond the ends of the y axis, in words."""
+    """Sentences about values beyond the limits of the y axis."""
     notes = []
     for end, side, sign in ((high, "above", 1), (low, "below", -1)):
         if end is None:
@@ -186,7 +186,7 @@ def cut_off(drawn: Sequence[DrawnSeries], low: float | None, high: float | None)
 
 
 def palette(plots: Sequence[Plot]) -> dict[str, str]:
-    """A colour for each label, the same in all plots: its own, or one of COLOURS, while there are enough of them."""
+    """A colour for each label, the same in all plots: its own colour, or one of COLOURS as long as there are enough."""
     own = own_colours(plots)
     others = dict.fromkeys(series.label for plot in plots for series in plot.series if series.label not in own)
     return own | {label: COLOURS[number % len(COLOURS)] for number, label in enumerate(others)}
@@ -214,9 +214,9 @@ def check(item: Plot | Heat | Table) -> None:
 def check_series(plot: Plot, series: Series) -> None:
     where = f"plot {plot.name}, series {series.label}"
     if series.kind not in KINDS:
-        raise ValueError(f"{where}: kind {series.kind!r} is none of {', '.join(KINDS)}")
+        raise ValueError(f"{where}: kind {series.kind!r} is not one of {', '.join(KINDS)}")
     if (series.low is None) != (series.high is None):
-        raise ValueError(f"{where}: low and high come together")
+        raise ValueError(f"{where}: low needs high, and high needs low")
     lengths = {len(values) for values in (series.x, series.y, series.low, series.high) if values is not None}
     if len(lengths) > 1:
         raise ValueError(f"{where}: x, y, low and high differ in length")
@@ -229,12 +229,12 @@ def check_series(plot: Plot, series: Series) -> None:
 
 
 def is_cloud(plot: Plot, series: Series) -> bool:
-    """Whether dots are to be spread around their categories, since all have whole numbers; other dots stay where they are."""
+    """Whether dots are spread around their categories: they are if all x are whole numbers. Otherwise, they keep their x."""
     return series.kind == "dots" and bool(plot.categories) and not (as_array(series.x) % 1).any()
 
 
 def slots(plot: Plot) -> tuple[dict[str, float], float]:
-    """The offsets of labels that share an x, and the width of each."""
+    """The offset of each label from an x that several labels share, and their width."""
     beside = [series for series in plot.series if series.kind == "bars" or is_cloud(plot, series)]
     labels = list(dict.fromkeys(series.label for series in beside))
     at: dict[float, set[str]] = {}
@@ -252,7 +252,7 @@ def slots(plot: Plot) -> tuple[dict[str, float], float]:
 
 
 def spread(mark: DrawnSeries, offset: float) -> None:
-    """Spread clouds over the width of their slots, evenly and always in the same way."""
+    """Spread the dots of a cloud over the width of its slot, evenly and deterministically."""
     x = mark.x + offset
     for category in np.unique(mark.x):
         (cloud,) = np.nonzero(mark.x == category)
@@ -272,13 +272,13 @@ def smallest_positive(plot: Plot) -> float:
 
 
 def few_values(plot: Plot) -> list[float]:
-    """The values along a logarithmic x axis, if there are few enough to label each."""
+    """The values along a logarithmic x axis, if there are few enough to label all of them."""
     found = {x for series in plot.series for x in as_array(series.x).tolist() if x > 0 and np.isfinite(x)}
     return sorted(found) if plot.log_x and len(found) <= 10 else []
 
 
 def limits(heat: Heat) -> list[tuple[str, float, float]]:
-    """The colour map of each panel and the values at its ends: diverging around zero if there are negative values."""
+    """The colour map and limits of each panel. If there are negative values, the map diverges around zero."""
     values = [as_array(matrix) for _, matrix in heat.panels]
     groups = [np.concatenate([matrix.ravel() for matrix in values])] * len(values) if heat.shared else values
     found = []

@@ -1,6 +1,6 @@
-"""Means with their standard errors; the interquartile mean of normalised scores and stratified bootstrap intervals.
+"""Means with their standard errors; the interquartile mean of normalized scores and stratified bootstrap intervals.
 
-The last two are those of Agarwal et al. 2021, as in rliable.
+The last two follow Agarwal et al. (2021), as in rliable.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Array = Any  # of numpy, of float64
 
 
 class Summary(NamedTuple):
-    """The mean of some numbers and its standard error, which a single number does not have."""
+    """The mean of some numbers and its standard error (None for a single number)."""
 
     mean: float
     error: float | None
@@ -36,9 +36,9 @@ def summary(values: Sequence[float]) -> Summary:
 
 
 def iqm(scores: Array) -> Array:
-    """The mean over the last two axes, runs and environments together, without the lowest and highest quarters.
+    """The interquartile mean over the last two axes, runs and environments: without the lowest and the highest quarter.
 
-    A quarter is rounded down to whole scores.
+    The number of scores in a quarter is rounded down.
 
     >>> float(iqm([[1.0, 2.0], [3.0, 100.0]]))
     2.5
@@ -57,7 +57,7 @@ def bootstrap_interval(
     level: float = 0.95,
     seed: int = 0,
 ) -> tuple[float, float]:
-    """Percentiles of a statistic over resamples. Each draws as many runs as there are in each environment, with replacement.
+    """A stratified bootstrap interval: percentiles of a statistic over resamples of the runs of each environment.
 
     Args:
         scores: (runs, environments).

@@ -1,7 +1,7 @@
 """A store of runs: one directory for each, with a database and the last checkpoint.
 
-A run is identified by the experiment's name and its task, that is, by all settings that its numbers depend on. When it is
-requested again, a finished run is read, and an unfinished one resumes from its checkpoint; later metrics are dropped.
+A run is identified by the experiment's name and its task, that is, by all settings that its numbers depend on. If it is requested
+again, a finished run is read. An unfinished run resumes from its checkpoint, and metrics after the checkpoint are dropped.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ __all__ = [
 ]
 
 
-INTERRUPTED, DAMAGED = "interrupted", "damaged"  # statuses that are not recorded, but found out
+INTERRUPTED, DAMAGED = "interrupted", "damaged"  # statuses that are detected, not recorded
 
 
 @dataclass
 class Record:
-    """What the store knows about a run."""
+    """The store's information about a run."""
 
     directory: Path
     facts: dict[str, Any] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class Record:
 
     @property
     def status(self) -> str:
-        """The recorded status; a run marked as running whose process is gone was interrupted."""
+        """The recorded status, or "interrupted" for a run that is recorded as running but has no process."""
         if self.problem:
             return DAMAGED
         status = str(self.facts["status"])
@@ -69,7 +69,7 @@ class Record:
 
 @dataclass
 class Result:
-    """A finished run: its task, what it returned, and its metrics."""
+    """A finished run: its task, its results, and its metrics."""
 
     task: Any
     values: dict[str, Any]
@@ -78,7 +78,7 @@ class Result:
 
 
 class Store:
-    """All runs below a directory. A run opened from it pauses at the first checkpoint after ``seconds``."""
+    """All runs in a directory. An opened run pauses at its first checkpoint after ``seconds``."""
 
     def __init__(self, root: Path | str, *, tensorboard: bool = False, seconds: float = math.inf) -> None:
         self.root, self.tensorboard, self.seconds = Path(root), tensorboard, seconds
@@ -87,7 +87,7 @@ class Store:
         return self.root / experiment / key_of(experiment, task)
 
     def open(self, experiment: str, task: Task, command: str = "") -> Run:
-        """The run of a task, to work on; see :class:`Run`."""
+        """Open the run of a task; see :class:`Run`."""
         run = Run(self.directory(experiment, task), experiment, task, command, tensorboard=self.tensorboard)
         run.deadline = time.monotonic() + self.seconds
         return run
@@ -97,7 +97,7 @@ class Store:
         return read_record(directory) if has_begun(directory) else None
 
     def latest(self, directory: Path, metric: str) -> float | None:
-        """The last value of a metric of a run, or None if there is none yet, or none that can be read."""
+        """The last value of a metric of a run; None if there is none yet, or if it cannot be read."""
         if not metric or not (directory / "run.sqlite").exists():
             return None
         query = "SELECT value FROM metrics WHERE name = ? ORDER BY id DESC LIMIT 1"
@@ -109,7 +109,7 @@ class Store:
         return None if row is None else row[0]
 
     def records(self, experiment: str = "*") -> list[Record]:
-        """All runs, the oldest first; a run that cannot be read has a ``problem``."""
+        """All runs, the oldest first. A run that cannot be read has a ``problem``."""
         found = [read_record(path) for path in self.root.glob(f"{experiment}/*") if has_begun(path)]
         return sorted(found, key=lambda record: (str(record.facts.get("started", "")), str(record.facts.get("task"))))
 
@@ -129,14 +129,14 @@ class Store:
             return Result(task, {name: unpack(value) for name, value in packed}, by_name(rows), record.facts)
 
     def request(self, experiment: str, tasks: list[Task], command: str) -> None:
-        """Record the tasks that a command asked for; a report shows them."""
+        """Record the tasks of a command, which a report shows."""
         self.root.mkdir(parents=True, exist_ok=True)
         row = experiment, command, json.dumps(tasks), now()
         with self.asked() as database, database:
             database.execute("INSERT INTO requests VALUES (?, ?, ?, ?)", row)
 
     def requests(self) -> dict[str, tuple[str, list[Task]]]:
-        """For each experiment, the last command with a finished run (if none has one, the last command), and its tasks."""
+        """For each experiment, the last command that has a finished run, and its tasks. If none has one, the last command."""
         if not (self.root / "requests.sqlite").exists():
             return {}
         with self.asked() as database:
@@ -165,7 +165,7 @@ class Store:
     def asked(self) -> Iterator[sqlite3.Connection]:
         path = self.root / "requests.sqlite"
         with (
-            reading(path, "move it away, and ask for the experiments again"),
+            reading(path, "move it away, and give the commands again"),
             closing(sqlite3.connect(path, timeout=60)) as database,
         ):
             database.execute("CREATE TABLE IF NOT EXISTS requests (experiment TEXT, command TEXT, tasks TEXT, time TEXT)")

@@ -1,8 +1,8 @@
-"""Does the tasks of an experiment in worker processes or on a Ray cluster, and makes the settings of a sweep.
+"""Do the tasks of an experiment in worker processes or on a Ray cluster, and make the settings of a sweep.
 
-A finished task is not done again. If a worker process dies, the others go on, and its task resumes from its checkpoint. A task
-that raises is recorded as failed. Every task runs on one thread, so its numbers do not depend on where it is done; tasks that are
-done together differ from single ones by rounding alone.
+A finished task is not repeated. If a worker process dies, the others continue, and its task resumes from its checkpoint. A task
+that raises an error is recorded as failed. Every task runs on one thread, so its numbers do not depend on the machine's cores. If
+tasks are done together, their numbers differ only by rounding.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from ...errors import CurvatureWarning
 from .experiment import Experiment
 from .store import Store, Task, key_of
 
-RETRIES = 3  # for a task whose worker died
+RETRIES = 3  # of a task whose worker died
 POLL_SECONDS = 0.5
 Settings = TypeVar("Settings")
 Keys = tuple[str, ...]
 
 
 class Interrupted(KeyboardInterrupt):
-    """The user stopped a sweep; the message says how to resume it."""
+    """The user has stopped a sweep. The message says how to resume it."""
 
 
 @dataclass
@@ -40,8 +40,8 @@ class SweepProgress:
 
     Attributes:
         finished: the number of finished runs, including those of earlier commands.
-        running: the runs in progress, by key: a label, the work done, and the work in all (0 while unknown).
-        learned: the last value of the experiment's watched metric, for runs in progress that have one.
+        running: the runs in progress, by key: a label, the work done, and the total work (0 while unknown).
+        learned: the last value of the experiment's watched metric, for runs in progress that have logged it.
         failed: the number of runs that failed.
     """
 
@@ -74,12 +74,12 @@ def run_tasks(
     """Do the tasks that are not finished.
 
     Args:
-        workers: number of worker processes; with 0, tasks are done in this process.
-        data: folder of data sets; the same path on all machines.
+        workers: the number of worker processes; 0 to do tasks in this process.
+        data: the folder of data sets, which has the same path on all machines.
         command: the command line, which is recorded with each run.
-        together: how many tasks a process does together at most, if the experiment supports that.
-        ray: address of a Ray cluster to run on, or "local".
-        watch: called now and then with the progress, and at the end.
+        together: the maximum number of tasks that a process does together, if the experiment supports this.
+        ray: the address of a Ray cluster to run on, or "local".
+        watch: called regularly with the progress, and at the end.
     """
     if workers < 0:
         raise ValueError(f"workers must be 0 or more, not {workers}")
@@ -107,7 +107,7 @@ def run_tasks(
 
 
 class Sweep:
-    """The queue of unfinished tasks, by key, and the outcome of the others."""
+    """The queue of unfinished tasks, by key, and the outcome of all other tasks."""
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class Sweep:
                 self.outcome.finished += 1
 
     def again(self, keys: Keys, reason: str) -> None:
-        """Queue the tasks of a worker that died one by one, to find out which of them caused it."""
+        """Queue the tasks of a worker that died, one by one, to find the task that caused it."""
         for key in reversed(keys):
             self.deaths[key] += 1
             if self.deaths[key] <= RETRIES:
@@ -185,7 +185,7 @@ class Sweep:
         self.watch(SweepProgress(self.outcome.finished, running, learned, len(self.outcome.failed)))
 
     def label(self, key: str) -> str:
-        """The settings in which a task differs from the others."""
+        """The settings in which a task differs from the other tasks."""
         if key in self.labels:
             return self.labels[key]
         task, others = self.tasks[key], self.tasks.values()
@@ -195,7 +195,7 @@ class Sweep:
 
 
 def portable(experiment: Experiment) -> Experiment:
-    """The experiment without parts that workers do not need and that may not be picklable."""
+    """The experiment without the parts that workers do not need. These may not be picklable."""
     return dataclasses.replace(
         experiment, presets={}, tasks=unknown, work=unknown, sections=unknown, kind=None, after=None, amount=None
     )
@@ -208,11 +208,11 @@ def unknown(_: Any) -> Any:
 def attempt(experiment: Experiment, store: Store, tasks: Sequence[Task], data: Path | None, command: str) -> list[str]:
     """Do tasks together. Returns the error of each, or an empty string; the traceback is stored with its run."""
     try:
-        with warnings.catch_warnings():  # the paper's optimizers are compared as they are
+        with warnings.catch_warnings():  # the paper's optimizers have no bounds on purpose
             warnings.filterwarnings("ignore", ".*times the step size", CurvatureWarning)
             problems = experiment.do_together(store, tasks, data, command)
     except Exception as error:
-        if len(tasks) > 1:  # one by one, to find out which of them fails
+        if len(tasks) > 1:  # one by one, to find the task that fails
             return [attempt(experiment, store, [task], data, command)[0] for task in tasks]
         return [f"{type(error).__name__}: {error}"]
     return [f"{type(problem).__name__}: {problem}" if problem else "" for problem in problems]
@@ -238,7 +238,7 @@ def run_here(sweep: Sweep) -> None:
 
 
 def grid(settings: Settings, over: Mapping[str, Sequence[Any]]) -> list[Settings]:
-    """Settings for every combination of values of some fields; values may be given as text."""
+    """Settings for every combination of values of some fields. Values may be text."""
     hints = get_type_hints(type(settings))
     names = [each.name for each in dataclasses.fields(settings)]  # type: ignore[arg-type]
     for name, values in over.items():
@@ -251,7 +251,7 @@ def grid(settings: Settings, over: Mapping[str, Sequence[Any]]) -> list[Settings
 
 
 def parse(name: str, kind: type, value: Any) -> Any:
-    """A value of a field's type, from itself or from text."""
+    """Convert text to a value of a field's type. Values that already have this type are returned unchanged."""
     text = str(value).strip()
     words = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}
     try:

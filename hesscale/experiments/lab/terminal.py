@@ -12,7 +12,7 @@ from rich.table import Table as RichTable
 from .markdown import is_numeric
 from .plots import Table
 
-GAP = 2  # columns between columns, one of which is the table's divider
+GAP = 2  # characters between columns, one of which is the divider
 
 
 def count(number: int, noun: str) -> str:
@@ -25,7 +25,7 @@ def count(number: int, noun: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A duration, rounded to what matters.
+    """A duration in a suitable unit.
 
     >>> duration(0.2), duration(75), duration(600), duration(9000), duration(500000)
     ('1 s', '75 s', '10 min', '2.5 hours', '5.8 days')
@@ -46,7 +46,7 @@ def escaped(text: str) -> str:
 def print_table(console: Console, table: Table) -> None:
     """Print a table. A column whose cells are all the same becomes a line below the title.
 
-    Columns that do not fit beside each other are printed in several blocks, each of which begins with the columns of text.
+    If the columns do not fit into the width, they are printed in several blocks. Each block begins with the columns of text.
     """
     constant, rest = split_columns(table)
     console.print()
@@ -70,7 +70,7 @@ def split_columns(table: Table) -> tuple[list[int], list[int]]:
 
 
 def blocks(table: Table, columns: Sequence[int], room: int) -> Iterator[RichTable]:
-    """The columns in as many tables as it takes to fit into ``room``."""
+    """The columns as one or more tables that fit into ``room``."""
     widest = {i: max(len(str(cell)) for cell in column_of(table, i)) for i in columns}
     least = {i: narrowest(table, i) for i in columns}
     keys = leading_text(table, columns)
@@ -78,7 +78,7 @@ def blocks(table: Table, columns: Sequence[int], room: int) -> Iterator[RichTabl
         keys = keys[:1]
     left = [i for i in columns if i not in keys]
     while True:
-        shown, left = [*keys, *left[:1]], left[1:]  # at least one column besides the keys, whatever its width
+        shown, left = [*keys, *left[:1]], left[1:]  # at least one column besides the keys, however wide
         while left and sum(least[i] + GAP for i in [*shown, left[0]]) <= room:
             shown.append(left.pop(0))
         yield block_of(table, widths(shown, least, widest, room), keys)
@@ -91,20 +91,20 @@ def column_of(table: Table, i: int) -> list[str]:
 
 
 def narrowest(table: Table, i: int) -> int:
-    """The smallest width of a column: that of its longest word, or of its longest number with its error."""
+    """The minimum width of a column: that of its longest word, or of its longest number with its error."""
     words = [word for text in column_of(table, i) for word in text.split()]
     numbers = [str(row[i]) for row in table.rows] if is_numeric(table, i) else []
     return max(map(len, [*words, *(cell for cell in numbers if len(cell) <= 20), ""]))
 
 
 def leading_text(table: Table, columns: Sequence[int]) -> list[int]:
-    """The first columns, up to the first with numbers; they say what a row is about."""
+    """The columns before the first one with numbers. They describe a row."""
     numeric = next((k for k, i in enumerate(columns) if is_numeric(table, i)), 1)
     return list(columns[: max(numeric, 1)])
 
 
 def widths(shown: Sequence[int], least: dict[int, int], widest: dict[int, int], room: int) -> dict[int, int]:
-    """The width of each column: room beyond the least is shared, and no column gets more than it needs to have no line breaks."""
+    """The width of each column. Columns share the room beyond their minimum widths, up to their width without line breaks."""
     found = {i: least[i] for i in shown}
     free = room - sum(width + GAP for width in found.values())
     in_order = sorted(shown, key=lambda i: widest[i] - least[i])

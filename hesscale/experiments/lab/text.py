@@ -1,4 +1,4 @@
-"""Texts that come with Python, for language models of characters."""
+"""Texts that come with Python, for character-level language models."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from .download import DataError
 
 
 def python_topics() -> str:
-    """The topics of Python's own help, about half a million characters; every version of Python has its own."""
+    """The topics of Python's ``help()``, about half a million characters. They differ between versions of Python."""
     try:
         topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
     except ModuleNotFoundError:
-        raise DataError("this Python was installed without pydoc_data.topics, the text of its help") from None
+        raise DataError("this Python was installed without pydoc_data.topics, the topics of its help") from None
     return "\n".join(topics[name] for name in sorted(topics))
 
 

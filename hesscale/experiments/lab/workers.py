@@ -23,7 +23,7 @@ STOP_SECONDS = 5.0
 
 
 class Worker:
-    """A process that does one group of tasks after another."""
+    """A process that does groups of tasks, one after another."""
 
     def __init__(self, context: SpawnContext, sweep: Sweep) -> None:
         self.connection, other = context.Pipe()
@@ -32,11 +32,11 @@ class Worker:
         other.close()
 
     def begin(self, tasks: Sequence[Task]) -> None:
-        with suppress(OSError):  # if the worker has died, waiting for it will tell
+        with suppress(OSError):  # if the worker has died, this is detected while waiting for it
             self.connection.send(tasks)
 
     def errors(self) -> list[str] | None:
-        """The error of each of its tasks, empty if there was none; None if the process died."""
+        """The error of each of its tasks, "" if there was none; None if the process died."""
         try:
             return list(self.connection.recv()) if self.connection.poll() else None
         except (EOFError, OSError):
@@ -49,7 +49,7 @@ class Worker:
 
 
 def serve(connection: Connection, experiment: Experiment, store: Store, data: Path | None, command: str) -> None:
-    """Serve tasks until told to stop, or until the parent process ends."""
+    """Do tasks until there is a request to stop, or until the parent process ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     threading.Thread(target=follow_parent, daemon=True).start()

@@ -1,4 +1,4 @@
-"""Advantage actor-critic: an update after every five steps, by five-step returns."""
+"""Advantage actor-critic (A2C): an update after every five steps, with five-step returns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .vector_env import Rollout
 
 
 class A2C(Algorithm):
-    """−log π(a|s) (R − v(s)) for the policy and (v(s) − R)² for the critic; the time is observed."""
+    """The loss is −log π(a|s) (R − v(s)) for the policy and (v(s) − R)² for the critic. Observations include the time left."""
 
     rollout = 5
 

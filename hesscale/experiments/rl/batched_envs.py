@@ -1,4 +1,4 @@
-"""Many environments of the same name on one core: gymnasium's numbers bit for bit, at nearly the simulator's own speed."""
+"""Many environments of one kind on one core, bit for bit as in gymnasium, with little overhead over the simulator."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from .networks import Array
 
 
 class Environments:
-    """Any environments, stepped by their own ``reset`` and ``step``; observations are rows of float64."""
+    """Environments of any kind, which uses their own ``reset`` and ``step``. Observations are rows of float64."""
 
     def __init__(self, envs: Sequence[Any]) -> None:
         self.envs = list(envs)
 
     def reset(self, k: int, seed: int | None = None) -> Array:
-        """The first observation of another episode in environment k."""
+        """Start a new episode in environment k, and return its first observation."""
         return np.array(self.envs[k].reset(seed=seed)[0], np.float64).reshape(-1)
 
     def step(self, actions: Array, rows: Sequence[int]) -> tuple[Array, Array, Array, Array]:
-        """Observations, rewards, terminations and truncations in environments ``rows``, with one of the ``actions`` for each."""
+        """Step the environments ``rows``, one action each. Returns observations, rewards, terminations and truncations."""
         if len(actions) != len(rows):
             raise ValueError(f"there are {len(actions)} actions for {len(rows)} environments")
         discrete = isinstance(self.envs[0].action_space, gymnasium.spaces.Discrete)
@@ -44,10 +44,10 @@ class Environments:
 
 
 class MuJoCo(Environments):
-    """Gymnasium's ten v5 robots: simulators step one by one, observations and rewards are computed for all at once.
+    """Gymnasium's ten v5 robots. Simulators step one by one; observations and rewards are computed for all at once.
 
-    An environment's own state (simulator, random numbers, elapsed steps) is what it would be after ``step``, so that it can be
-    saved, rendered or stepped by others in between. Everything else that ``step`` keeps is rebuilt when this is unpickled.
+    An environment's own state (simulator, random numbers, elapsed steps) is the same as after its ``step``, so it can be saved,
+    rendered, or stepped by other code in between. Everything else that ``step`` stores is rebuilt after unpickling.
     """
 
     def __init__(self, envs: Sequence[Any]) -> None:
@@ -102,7 +102,7 @@ class MuJoCo(Environments):
         return observations, rewards, terminated, np.array(truncated, bool)
 
     def _bind(self, k: int) -> tuple[Any, ...]:
-        """Environment, time limit, model, data, and views of the data: the controls, and what is read before and after a step."""
+        """Environment, time limit, model, data, and views of the data: controls, and values to read before and after a step."""
         base, limit = self.envs[k].unwrapped, _time_limit(self.envs[k])
         return base, limit, base.model, base.data, base.data.ctrl, self._robot.before(base.data), self._robot.after(base.data)
 
@@ -127,14 +127,14 @@ def _kind(env: Any) -> str:
 
 
 def _settings(env: Any) -> dict[str, Any]:
-    """What the environment was made with."""
+    """The settings with which the environment was created."""
     plain = {name: value for name, value in vars(env).items() if isinstance(value, (bool, int, float, str, tuple))}
     plain.pop("_np_random_seed", None)
     return plain | {"kind": _kind(env), "timestep": env.model.opt.timestep, "masses": env.model.body_mass.tolist()}
 
 
 def _time_limit(env: Any) -> Any:
-    """The one time limit around an environment; none if there are more, or wrappers that may do other things."""
+    """The ``TimeLimit`` around an environment; None if there are several, or other wrappers."""
     found = []
     while type(env) in (TimeLimit, OrderEnforcing, PassiveEnvChecker):
         found += [env] * (type(env) is TimeLimit)

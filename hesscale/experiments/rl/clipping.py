@@ -1,4 +1,4 @@
-"""Gradients whose norm is clipped before each step, as a part of the step, so that it can be compiled."""
+"""Gradient clipping by norm as a part of the optimizer's step, so that it is compiled with the step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_NORM = 0.5  # of gradients in CleanRL's protocol
 
 
 class ClipsGradients(CurvatureOptimizer):
-    """Mixed into the class of an optimizer, whose steps then begin with :func:`clip_gradients`."""
+    """A mixin for optimizers, whose steps then begin with :func:`clip_gradients`."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         clip_gradients(self)
@@ -25,7 +25,8 @@ class ClipsGradients(CurvatureOptimizer):
 def clip_gradients(optimizer: torch.optim.Optimizer) -> None:
     """g ← g min(1, MAX_NORM / ‖g‖), where ‖g‖ is the norm of all gradients together.
 
-    Those of ``torch.nn.utils.clip_grad_norm_`` up to rounding. A norm that is not finite makes gradients that are not finite.
+    The results are those of ``torch.nn.utils.clip_grad_norm_`` up to rounding. With a non-finite norm, gradients become
+    non-finite.
     """
     weights = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     norm = torch.stack([p.grad.square().sum() for p in weights]).sum().sqrt()
@@ -35,7 +36,7 @@ def clip_gradients(optimizer: torch.optim.Optimizer) -> None:
 
 
 def with_clipped_gradients(optimizer: CurvatureOptimizer) -> CurvatureOptimizer:
-    """The same optimizer, which from now on clips gradients."""
+    """Let an optimizer clip gradients from now on. Returns the same object."""
     kind = type(optimizer)
     if kind not in CLASSES:
         CLASSES[kind] = type(kind.__name__, (ClipsGradients, kind), {"__module__": kind.__module__})
@@ -43,4 +44,4 @@ def with_clipped_gradients(optimizer: CurvatureOptimizer) -> CurvatureOptimizer:
     return optimizer
 
 
-CLASSES: dict[type, type] = {}  # that clip, by the class without; the members of an ensemble must share theirs
+CLASSES: dict[type, type] = {}  # classes with clipping, by the class without; the members of an ensemble must share one

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-PARTS = {  # of CleanRL's protocol, each of which can be added to the paper's or taken away
+PARTS = {  # of CleanRL's protocol; each can be added to the paper's protocol, or removed from CleanRL's
     "sigma": "one σ for all states, in place of a network",
     "gradients": "the norm of the gradient clipped to 0.5",
     "anneal": "a step size that falls to 0",
     "values": "PPO's value loss clipped and weighted by a quarter",
-    "rewards": "a reward normaliser that truncation does not reset",
+    "rewards": "reward normalization that truncation does not reset",
 }
 PROTOCOLS = {"paper": frozenset[str](), "cleanrl": frozenset(PARTS)}
 POLICIES = ("auto", "gaussian", "categorical")
@@ -20,28 +20,28 @@ OWN = ("seed", "step_size", "eps", "trust_radius")  # settings in which agents t
 
 @dataclass(frozen=True)
 class Config:
-    """Everything that decides what one agent learns.
+    """All settings that determine how an agent is trained.
 
     Attributes:
         algo: ``"a2c"`` or ``"ppo"``.
         env: gymnasium's name of the environment.
-        optimizer: one of ``AGENT_OPTIMIZERS``; the scaled ones have a trust region for each network.
+        optimizer: one of ``AGENT_OPTIMIZERS``. A scaled optimizer has one trust region for each network.
         step_size, eps: α and ε.
-        trust_radius: Δ, of the scaled optimizers; the default for all others, which do not use it.
-        steps: of the environment, rounded up to whole rollouts.
+        trust_radius: Δ of a scaled optimizer. Other optimizers do not use it, and have the default.
+        steps: the number of environment steps, rounded up to whole rollouts.
         policy: ``"auto"``, ``"gaussian"`` or ``"categorical"``.
-        protocol: ``"paper"``, or ``"cleanrl"``, which has all ``PARTS``; ``"paper+sigma"`` has one of them, ``"cleanrl-values"``
-            all but one.
-        normalize: observations and rewards.
-        half_value_loss: ½ (v − R)² in place of (v − R)².
-        truncation: ``"bootstrap"``: an episode that is cut off is worth r + γ v(s') at its end; ``"terminate"``: r, as if it were
-            over, as in many implementations, the authors' among them.
-        rollout: steps between updates; 0 for the algorithm's own number, 5 (A2C) or 2048 (PPO).
-        gamma: the discount γ.
-        gae_lambda, clip, epochs, minibatches: of PPO; A2C does not use them. 0 epochs or minibatches stand for 10 and 32.
-        target_kl: of PPO with a scaled optimizer. After each update, the trust radius of each of the policy's networks adapts, so
-            that its part of the KL divergence comes closer to this target. 0 for constant radii.
-        width: units in each hidden layer.
+        protocol: ``"paper"``, or ``"cleanrl"``, which has all ``PARTS``. ``"paper+sigma"`` has only this part;
+            ``"cleanrl-values"`` has all but this one.
+        normalize: whether to normalize observations and rewards.
+        half_value_loss: use ½ (v − R)² in place of (v − R)².
+        truncation: the target at the last step of a truncated episode. ``"bootstrap"``: r + γ v(s'). ``"terminate"``: r, as if
+            the episode had terminated, as in many implementations, including that of the authors.
+        rollout: steps between updates; 0 for the algorithm's default, 5 (A2C) or 2048 (PPO).
+        gamma: the discount factor γ.
+        gae_lambda, clip, epochs, minibatches: of PPO; A2C does not use them. 0 epochs or minibatches mean 10 and 32.
+        target_kl: for PPO with a scaled optimizer. After each update, the trust radius of each of the policy's networks adapts,
+            so that its part of the KL divergence comes closer to this target. 0 for constant radii.
+        width: the number of units in each hidden layer.
         entropy: the coefficient of the entropy bonus.
         backend: of :func:`hesscale.compile_step`.
     """
@@ -76,7 +76,7 @@ class Config:
 
 
 def parts_of(protocol: str) -> frozenset[str]:
-    """What a protocol has of CleanRL's.
+    """The parts of CleanRL's protocol that a protocol has.
 
     >>> sorted(parts_of("paper+sigma+anneal")), sorted(PARTS.keys() - parts_of("cleanrl-values"))
     (['anneal', 'sigma'], ['values'])

@@ -1,4 +1,4 @@
-"""Evaluation of a trained policy: episodes with a frozen normaliser, their returns, and a video."""
+"""Evaluate a trained policy: play episodes with frozen observation statistics, for their returns and a video."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ except ModuleNotFoundError:
     raise ModuleNotFoundError(f"reinforcement learning needs gymnasium: {how_to_install('rl')}") from None
 
 FORMAT = 1
-MAX_PICTURES = 60  # a second, of a video
+MAX_PICTURES = 60  # frames per second of a video
 PARTS = ("config", "agent", "seen", "steps")
 
 
 class Episode(NamedTuple):
-    total: float  # of undiscounted rewards
+    total: float  # the undiscounted return
     length: int
 
 
 @dataclass(frozen=True)
 class Policy:
-    """A trained agent with the means and variances that normalise its observations.
+    """A trained agent, with the means and variances that normalize its observations.
 
     Attributes:
-        steps: the number of steps in the environment that it was trained on.
+        steps: the number of environment steps in training.
     """
 
     config: Config
@@ -59,7 +59,7 @@ class Policy:
         return self.config.algo == "a2c"
 
     def see(self, raw: Array, left: float) -> Array:
-        """An observation normalised as in training; ``left`` is the share of the episode that is left."""
+        """An observation, normalized as in training; ``left`` is the fraction of the episode's time that is left."""
         x = np.asarray(raw, np.float64).reshape(-1)
         if not np.isfinite(x).all():
             raise ValueError(f"{self.config.env} gave an observation that is not finite")
@@ -76,22 +76,22 @@ def save_policy(path: Path, policy: Mapping[str, Any]) -> None:
 
 
 def load_policy(path: Path | str) -> Policy:
-    """The policy of a run: its directory, or ``policy.pt`` or ``checkpoint.pt`` in it.
+    """Load the policy of a run, from its directory or from ``policy.pt`` or ``checkpoint.pt`` in it.
 
     Raises:
         FileNotFoundError: if there is none.
         DamagedRun: if the file cannot be read.
-        ValueError: if the file is something else.
+        ValueError: if the file is neither a policy nor a checkpoint.
     """
     path = file_of(Path(path))
     try:
         saved = load_archive(path, "cpu")
-    except Exception as error:  # whatever torch makes of it
+    except Exception as error:  # torch may raise anything
         raise DamagedRun(
             f"{path} cannot be read ({error}): it is damaged, or neither a policy nor a checkpoint; "
-            "if it is of a run, remove the run's directory and do the run again"
+            "if it belongs to a run, remove the run's directory, and repeat the run"
         ) from None
-    if isinstance(saved, dict) and isinstance(saved.get("state"), dict):  # a checkpoint of a run
+    if isinstance(saved, dict) and isinstance(saved.get("state"), dict):  # a checkpoint
         saved = saved["state"].get("learning")
     elif isinstance(saved, dict) and saved.get("format") != FORMAT and "format" in saved:
         raise ValueError(f"{path} has a policy of format {saved['format']!r}, but this version of hesscale reads format {FORMAT}")
@@ -147,7 +147,7 @@ def agent_of(state: Mapping[str, Any]) -> Agent:
 
 
 def evaluate(policy: Policy, episodes: int = 10, seed: int = 0, *, deterministic: bool = True) -> list[Episode]:
-    """Play episodes with the seeds ``seed``, ``seed + 1``, …; actions are the likeliest ones, or drawn from the policy.
+    """Play episodes with the seeds ``seed``, ``seed + 1``, …. Actions are the most likely ones, or sampled from the policy.
 
     Raises:
         NonFiniteError: if an action is not finite.
@@ -186,7 +186,7 @@ def make(policy: Policy, render_mode: str | None = None) -> Any:
 
 
 def play(policy: Policy, env: Any, seed: int, *, deterministic: bool = True, watch: Callable[[], Any] = lambda: None) -> Episode:
-    """Play one episode; ``watch`` is called at each of its states."""
+    """Play one episode. ``watch`` is called at each state."""
     batch, draws = AgentBatch([policy.agent]), action_generator(seed)
     limit = (env.spec.max_episode_steps if env.spec else None) or DEFAULT_LENGTH
     raw, _ = env.reset(seed=seed)
@@ -206,7 +206,7 @@ def play(policy: Policy, env: Any, seed: int, *, deterministic: bool = True, wat
 
 
 def given(space: Any, action: Array) -> Any:
-    """The action in the form that the environment takes."""
+    """The action in the form that the environment expects."""
     if isinstance(space, gymnasium.spaces.Discrete):
         return int(action + space.start)
     return np.clip(action.reshape(space.shape), space.low, space.high)
@@ -259,7 +259,7 @@ def film(policy: Policy, path: Path | str, episodes: int = 1, seed: int = 0, *, 
 
 
 def picture(env: Any) -> Array:
-    """(height, width, 3) of bytes."""
+    """The current frame, as bytes of shape (height, width, 3)."""
     name = env.spec.id if env.spec else type(env.unwrapped).__name__
     try:
         found = env.render()
@@ -273,7 +273,7 @@ def picture(env: Any) -> Array:
 
 
 def follow(env: Any) -> None:
-    """Film with the camera that tracks the robot, if there is one; gymnasium's default camera stays behind."""
+    """Film with the camera that tracks the robot, if there is one. Gymnasium's default camera does not follow the robot."""
     import mujoco
 
     camera = mujoco.mj_name2id(env.model, mujoco.mjtObj.mjOBJ_CAMERA, "track")
@@ -282,12 +282,12 @@ def follow(env: Any) -> None:
 
 
 def choose_gl() -> None:
-    """Without a display, render with EGL or else with OSMesa, unless the variable MUJOCO_GL is set."""
+    """Without a display, choose EGL or, if that fails, OSMesa for rendering, unless the variable MUJOCO_GL is set."""
     if sys.platform != "linux" or any(os.environ.get(name) for name in ("MUJOCO_GL", "DISPLAY", "WAYLAND_DISPLAY")):
         return
     why = ""
     for name in ("egl", "osmesa"):
-        code = f"from mujoco.{name} import GLContext; GLContext(8, 8).free()"  # a failure may end the process
+        code = f"from mujoco.{name} import GLContext; GLContext(8, 8).free()"  # in a subprocess, since a failure may crash it
         tried = subprocess.run(
             [sys.executable, "-c", code], env={**os.environ, "MUJOCO_GL": name}, capture_output=True, text=True
         )

@@ -1,4 +1,4 @@
-"""What A2C and PPO share: agents in environments of one kind, trained together in one compiled step."""
+"""The common part of A2C and PPO: agents in environments of one kind, trained together in one compiled step."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ Optimizer: TypeAlias = CurvatureOptimizer | TuningFree
 
 
 class Algorithm:
-    """Agents, each in its own environment, that are updated together; subclasses define the loss and the update.
+    """Agents, each in its own environment, that are updated together. Subclasses define the loss and the update.
 
-    Each agent learns what it would learn alone, up to rounding and to the random draws of AdaHessian.
+    Each agent is trained as it would be alone, except for rounding and the random draws of AdaHessian.
 
     Args:
-        configs: one for each agent; they may differ only in the settings of ``OWN``.
+        configs: one for each agent. They may differ only in the settings of ``OWN``.
 
     Attributes:
-        rollout: steps between updates; of the class, unless the config has its own.
-        metrics: the metrics of each agent, as of the last iteration that was logged.
+        rollout: the number of steps between updates; the class's default, unless the config sets it.
+        metrics: the metrics of each agent at the last logged iteration.
     """
 
     rollout: int
@@ -54,17 +54,16 @@ class Algorithm:
         for config in reversed(configs):
             with seeded(config.seed):
                 self.agents.insert(0, agent_for(self.envs, config, orthogonal=orthogonal))
-                self.random_state = torch.get_rng_state()  # from here on that of AdaHessian's draws, by the first seed
+                self.random_state = torch.get_rng_state()  # AdaHessian draws from the state of the first seed
         self.agent_batch = AgentBatch(self.agents)
         self.shuffles = [torch.Generator().manual_seed(config.seed) for config in configs]
         self.optimizers = [optimizer_for(agent, config) for agent, config in zip(self.agents, configs, strict=True)]
         self.compile: Callable[..., None] = lambda *_: None
-        self.are_step_sizes_new = True  # since the last step
+        self.are_step_sizes_new = True  # whether they have changed since the last step
         self.step = self.make_step()
         self.is_warm = self.is_eager
-        self.replica: VectorEnv | None = (
-            None  # a copy of the first environment, restored from its saved state, which must do the same
-        )
+        # A copy of the first environment, restored from its saved state. It is used to check that both continue in the same way.
+        self.replica: VectorEnv | None = None
         self.is_checked = False
         self.kept: dict[int, dict[str, Any]] = {}  # policies of agents that diverged
         self.batch: list[Tensor] = []
@@ -72,7 +71,7 @@ class Algorithm:
 
     @property
     def is_eager(self) -> bool:
-        """Whether agents take their steps one after the other, not compiled: with optimizers of other packages."""
+        """Whether agents are updated one by one without compilation, as with optimizers of other packages."""
         return isinstance(self.optimizers[0], TuningFree)
 
     @property
@@ -81,7 +80,7 @@ class Algorithm:
         raise NotImplementedError
 
     def learn(self, rollout: Rollout) -> None:
-        """Update the networks and keep the ``batch`` of the update; ``agent_batch`` has the weights of the rollout."""
+        """Update the networks, and store the ``batch`` of the update. ``agent_batch`` has the weights from before it."""
         raise NotImplementedError
 
     def measure(self, k: int) -> dict[str, float]:
@@ -139,13 +138,13 @@ class Algorithm:
             )
 
     def keep(self) -> None:
-        """Keep the policies of agents that diverged, as they were then."""
+        """Store the policies of agents that have just diverged."""
         for k, at in enumerate(self.envs.diverged_at):
             if at is not None and k not in self.kept:
                 self.kept[k] = self.policy(k)
 
     def anneal(self) -> None:
-        """Let the step size fall linearly to 0."""
+        """Decrease the step size linearly to 0."""
         share = max(1 - self.envs.steps / self.config.steps, 0)
         for config, optimizer in zip(self.configs, self.optimizers, strict=True):
             for group in optimizer.param_groups:
@@ -163,7 +162,7 @@ class Algorithm:
             torch.set_rng_state(outside)
 
     def update(self, *batch: Tensor) -> None:
-        """One step of all networks; agents that are to stay untrained take none, and need no compiled step."""
+        """One optimizer step of all networks. Untrained agents take no steps, and need no compilation."""
         if self.config.optimizer == UNTRAINED:
             return
         if not self.is_warm:
@@ -171,7 +170,7 @@ class Algorithm:
         self.step(*batch)
 
     def warm_up(self, batch: tuple[Tensor, ...]) -> None:
-        """Compile without training, so that every step that counts runs the same code, even after a resume."""
+        """Compile without training, so that all training steps run the same code, even after resuming."""
         self.compile(*batch)
         self.is_warm = True
 
@@ -179,7 +178,7 @@ class Algorithm:
         return list(zip(self.agents, self.optimizers, strict=True))
 
     def eager_steps(self, *batch: Tensor) -> None:
-        """Steps of one agent after the other."""
+        """Update the agents one by one."""
         for k, (agent, optimizer) in enumerate(self.pairs()):
             if self.envs.diverged_at[k] is not None:
                 continue
@@ -194,21 +193,21 @@ class Algorithm:
         return values[:, : self.rollout], values[:, self.rollout :]
 
     def trust_metrics(self, k: int) -> dict[str, float]:
-        """η of an agent's last step and the share of its steps with η < 1, for each network."""
+        """η of an agent's last step, and the fraction of its steps with η < 1, for each network."""
         found: dict[str, float] = {}
         for name, eta in zip(self.agents[k].networks, self.optimizers[k].eta, strict=False):
             found |= {} if eta is None else {f"trust/eta_{name}": float(eta)}
         return found | {f"trust/scaled_share_{name}": share for name, share in self.scaled_shares(k).items()}
 
     def scaled_shares(self, k: int) -> dict[str, float]:
-        """The share of an agent's steps with η < 1, by network; empty without trust regions."""
+        """The fraction of an agent's steps with η < 1, by network; empty without trust regions."""
         names = list(self.agents[k].networks)
         return {names[i]: float(share) for i, share in self.optimizers[k].scaled_share.items()}
 
     def state(self, k: int) -> dict[str, Any]:
         """The state from which an agent resumes, in a form that loads with ``weights_only=True``.
 
-        The first time, a replica of the environment is made from it, to check that it does the same.
+        The first call creates a copy of the environment from it, to check that the copy continues in the same way.
 
         Raises:
             TypeError: if the environment's state cannot be saved.
@@ -221,14 +220,14 @@ class Algorithm:
         return {
             "world": env,
             **self.policy(k),
-            "optimizer": {**optimizer, "state": entries},  # copies, since each is a view of what all agents have
+            "optimizer": {**optimizer, "state": entries},  # copies, since each tensor is a view of one for all agents
             "counters": {name: count.clone() for name, count in self.optimizers[k].counters.items()},
             "random_state": self.random_state,
             "shuffle": self.shuffles[k].get_state(),
         }
 
     def policy(self, k: int) -> dict[str, Any]:
-        """The policy of an agent, as it is now or was when it diverged."""
+        """The current policy of an agent, or its policy at divergence."""
         if k in self.kept:
             return self.kept[k]
         return {
@@ -239,7 +238,7 @@ class Algorithm:
         }
 
     def final_policy(self, k: int) -> dict[str, Any]:
-        """The policy to play with; of an optimizer that averages its iterates, the average."""
+        """The policy to evaluate. If the optimizer averages its iterates, it is the average."""
         optimizer = self.optimizers[k]
         with optimizer.averaged() if isinstance(optimizer, TuningFree) else contextlib.nullcontext():
             return self.policy(k)
@@ -250,7 +249,7 @@ class Algorithm:
         self.optimizers[k].load_state_dict(state["optimizer"])
         self.optimizers[k].counters.update(state["counters"])
         self.random_state = state["random_state"]
-        self.step, self.is_warm = self.make_step(), self.is_eager  # `again` would go on with what the optimizers had
+        self.step, self.is_warm = self.make_step(), self.is_eager  # `again` would continue with the optimizers' old state
         self.shuffles[k].set_state(state["shuffle"])
         self.kept = {}
         self.keep()
@@ -265,12 +264,12 @@ def check_alike(configs: Sequence[Config]) -> None:
 
 
 def optimizer_for(agent: Agent, config: Config) -> Optimizer:
-    """An optimizer with one parameter group, and so one trust region, for each network; those of other packages have one."""
+    """An optimizer with one parameter group, and so one trust region, per network; in other packages, with a single group."""
     spec = AGENT_OPTIMIZERS[config.optimizer]
     groups: list[dict[str, Any]] = [{"params": network.parameters()} for network in agent.networks.values()]
     if config.target_kl:
         for group in groups:
-            group["trust_radius"] = torch.tensor(config.trust_radius)  # a tensor can change without a new trace of the step
+            group["trust_radius"] = torch.tensor(config.trust_radius)  # a tensor can change without retracing the step
     optimizer: object = spec.make(
         groups,
         config.step_size,
@@ -301,6 +300,6 @@ def agent_for(env: VectorEnv, config: Config, *, orthogonal: bool) -> Agent:
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float:
-    """1 − Var(R − v) / Var(R), 0 where returns do not vary."""
+    """1 − Var(R − v) / Var(R); 0 if the returns do not vary."""
     spread = float(returns.var(correction=0))
     return 1 - float((returns - values).var(correction=0)) / spread if spread > 0 else 0.0

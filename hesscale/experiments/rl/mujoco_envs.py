@@ -1,6 +1,6 @@
 """Observations and rewards of gymnasium's ten v5 robots, for many environments at once, bit for bit.
 
-Sums, powers and types have the order and the precision that they have in gymnasium for one environment.
+Sums, powers and dtypes have the same order and precision as in gymnasium for a single environment.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from .networks import Array
 
 
 class Robot:
-    """What an environment reads from its simulator, and the observations and rewards it computes from that.
+    """The values that an environment reads from its simulator, and its observations and rewards as functions of these values.
 
-    ``was`` and ``now`` hold what :meth:`before` and :meth:`after` view, one row per environment.
+    ``was`` and ``now`` are the values of :meth:`before` and :meth:`after`, one row per environment.
     """
 
     skipped = 1  # entries of qpos that observations leave out
-    starts_near = True  # the initial state, with noise that is uniform in positions
-    has_normal_noise = False  # in velocities, which else is uniform as well
+    starts_near = True  # whether episodes start at the initial state with uniform noise in positions
+    has_normal_noise = False  # whether noise in velocities is normal rather than uniform
 
     def __init__(self, env: Any) -> None:
         self.env = env
@@ -29,7 +29,7 @@ class Robot:
         self.first = self.skipped if getattr(env, "_exclude_current_positions_from_observation", False) else 0
 
     def place(self, env: Any) -> None:
-        """Positions and velocities of a new episode."""
+        """Set positions and velocities at the start of an episode."""
         scale, rng = env._reset_noise_scale, env.np_random
         env.data.qpos[...] = env.init_qpos + rng.uniform(-scale, scale, self.nq)
         noise = scale * rng.standard_normal(self.nv) if self.has_normal_noise else rng.uniform(-scale, scale, self.nv)
@@ -52,7 +52,7 @@ class Robot:
         return ~healthy if self.env._terminate_when_unhealthy else np.zeros(len(healthy), bool)
 
     def moved(self, was: Array, now: Array) -> Array:
-        """The reward for the way x that was gone."""
+        """The reward for moving forward."""
         return self.env._forward_reward_weight * ((now - was) / self.dt)
 
 
@@ -72,8 +72,8 @@ class Swimmer(HalfCheetah):
 class Walker2d(Robot):
     def __init__(self, env: Any) -> None:
         super().__init__(env)
-        self.least = np.array([-np.inf] * (self.nq - self.first) + [-10.0] * self.nv)  # of what is observed
-        self.healthy = np.array([env._healthy_z_range, env._healthy_angle_range])  # bounds of qpos from the second on
+        self.least = np.array([-np.inf] * (self.nq - self.first) + [-10.0] * self.nv)  # lower bounds of observations
+        self.healthy = np.array([env._healthy_z_range, env._healthy_angle_range])  # bounds of qpos[1:]
 
     def judge(self, was: Array, now: Array, actions: Array) -> tuple[Array, Array, Array]:
         low, high = self.healthy.T
@@ -128,7 +128,7 @@ class HumanoidStandup(Robot):
         return data.qpos[:0]
 
     def after(self, data: Any) -> list[Array]:
-        """What is observed, with the forces last."""
+        """The observed values, with the forces last."""
         parts = {"cinert": data.cinert[1:], "cvel": data.cvel[1:], "qfrc_actuator": data.qfrc_actuator[6:]}
         seen = [part.reshape(-1) for name, part in parts.items() if getattr(self.env, f"_include_{name}_in_observation") is True]
         return [data.qpos, data.qvel, *seen, data.cfrc_ext.reshape(-1)]
@@ -150,7 +150,7 @@ class HumanoidStandup(Robot):
 
 
 class Humanoid(HumanoidStandup):
-    """Its x is the centre of mass."""
+    """x is the position of the centre of mass."""
 
     def __init__(self, env: Any) -> None:
         super().__init__(env)
@@ -193,7 +193,7 @@ class InvertedDoublePendulum(Robot):
         angles, y = now[:, 1 : self.nq].copy(), now[:, -1]
         terminated = y <= 1
         rewards = [
-            # of single numbers, since x² is pow(x, 2) for them and x · x for arrays, which differ in the last bit now and then
+            # Computed for single numbers: x² is pow(x, 2) for them and x · x for arrays, and the last bit may differ.
             alive - (0.01 * x**2 + (y - 2) ** 2) - (1e-3 * v**2 + 5e-3 * w**2)
             for alive, x, y, v, w in zip(
                 (self.env._healthy_reward * ~terminated).tolist(),
@@ -206,7 +206,7 @@ class InvertedDoublePendulum(Robot):
 
 
 class Reacher(Robot):
-    starts_near = False  # its target is anywhere
+    starts_near = False  # the target is random
 
     def __init__(self, env: Any) -> None:
         super().__init__(env)
@@ -227,12 +227,12 @@ class Reacher(Robot):
 
 
 def squares(x: Array) -> Array:
-    """Sums of squares of rows, each added up as an array of its own would be."""
+    """Sums of squares of rows, with the same rounding as for separate arrays."""
     return np.add.reduce(np.square(x, order="C"), axis=1)
 
 
 def weighted(weight: float, x: Array) -> Array:
-    """weight · x of the type that it has for a scalar; numpy before 2.0 has another one for arrays."""
+    """weight · x in the dtype that it has for a scalar. NumPy before 2.0 uses another dtype for arrays."""
     return weight * x.astype(type(weight * x.dtype.type(0)), copy=False)
 
 

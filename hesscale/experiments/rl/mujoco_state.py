@@ -14,7 +14,7 @@ Array: TypeAlias = Any  # of numpy
 
 
 def is_mujoco(value: Any, name: str) -> bool:
-    """Whether a value is of MuJoCo's class of that name; MuJoCo need not be installed."""
+    """Whether a value is an instance of the MuJoCo class of that name. MuJoCo need not be installed."""
     module = sys.modules.get("mujoco")
     return module is not None and type(value) is getattr(module, name)
 
@@ -27,7 +27,7 @@ def can_sleep(data: Any) -> bool:
 
 
 def save_simulation(data: Any) -> list[Any]:
-    """The model's fingerprint, the state with warm starts, and names and values of what is derived from it."""
+    """The model's fingerprint, the state with warm starts, and the names and contents of derived arrays."""
     import mujoco
 
     what = int(mujoco.mjtState.mjSTATE_INTEGRATION)
@@ -39,7 +39,7 @@ def save_simulation(data: Any) -> list[Any]:
 
 
 def load_simulation(data: Any, model: str, state: Tensor, names: list[str], values: Tensor) -> bool:
-    """Go on from what was saved, or False if that was another model."""
+    """Restore a saved state. Returns False if it is of another model."""
     import mujoco
 
     fields = derived(data)
@@ -53,10 +53,10 @@ def load_simulation(data: Any, model: str, state: Tensor, names: list[str], valu
 
 
 def derived(data: Any) -> dict[str, Array]:
-    """Positions, forces and other values of the last step, which rewards may depend on before the next step.
+    """Positions, forces and other values of the last step. Rewards may depend on them before the next step.
 
-    ``mj_forward`` would give other values, since a step computes them before it moves on. Values of contacts and constraints are
-    not included: their memory is allocated in each step.
+    ``mj_forward`` would give other values, since a step computes them before it integrates. Values of contacts and constraints
+    are not included, since their memory is allocated in each step.
     """
     import mujoco
 
@@ -67,7 +67,7 @@ def derived(data: Any) -> dict[str, Array]:
 
 
 def fingerprint(model: Any) -> str:
-    """The same for models whose numbers agree to nine decimals: compiled on two machines, one may differ in the last bits."""
+    """A hash of a model's numbers, rounded to nine decimals, since their last bits depend on the machine that compiled it."""
     found = hashlib.sha256()
     for part in (model, model.opt):
         for name in dir(part):

@@ -1,6 +1,6 @@
-"""Agents: a policy and its critic, with a separate tanh network for mean, variance and value, or for logits and value.
+"""Agents: a policy and a critic, with separate tanh networks for mean, variance and value, or for logits and value.
 
-Each network has its own loss: the loss of the mean holds the variance fixed, and the other way round.
+Each network has its own loss: the loss of the mean treats the variance as constant, and vice versa.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MIN_VARIANCE = 1e-16  # σ is at least 1e-8
 
 
 def network(inputs: int, widths: Sequence[int], outputs: int, *, orthogonal: bool, gain: float) -> nn.Sequential:
-    """Tanh layers and a linear one; ``orthogonal`` weights have gain √2 in hidden layers and ``gain`` in the last, biases 0."""
+    """An MLP with tanh. With ``orthogonal``, weights have gain √2 in hidden layers and ``gain`` in the last; biases are 0."""
     sizes = [inputs, *widths, outputs]
     linear = [nn.Linear(a, b) for a, b in itertools.pairwise(sizes)]
     if orthogonal:
@@ -46,7 +46,7 @@ class Shared(nn.Module):
 
 
 class Agent(nn.Module):
-    """A policy and its critic. The children are its networks; each is trained with its own trust region."""
+    """A policy and a critic. The child modules are its networks. Each has its own trust region."""
 
     critic: nn.Module
 
@@ -66,34 +66,34 @@ class Agent(nn.Module):
 
     @staticmethod
     def actions(outputs: Outputs, noise: Array) -> tuple[Array, Array]:
-        """Actions drawn by the outputs of the policies' networks, and rows that are finite where those outputs are."""
+        """Actions sampled from the outputs of the policies' networks, and rows that are finite if and only if the outputs are."""
         raise NotImplementedError
 
     @staticmethod
     def log_prob(outputs: Outputs, actions: Tensor) -> Tensor:
-        """log π(a|s) by the outputs of the networks."""
+        """log π(a|s), from the outputs of the networks."""
         raise NotImplementedError
 
     @staticmethod
     def divergences(old: Outputs, new: Outputs) -> dict[str, Tensor]:
-        """The KL divergence of each agent's policy from its old one, a mean over samples: the part of each network, by name."""
+        """KL divergences of policies from their old ones, one per agent, averaged over samples: the part of each network."""
         raise NotImplementedError
 
     def policy_gradient(self, observations: Tensor, actions: Tensor, advantages: Tensor) -> Tensor:
-        """−log π(a|s) A, a mean over samples and a sum over the policy's networks."""
+        """−log π(a|s) A, averaged over samples and summed over the policy's networks."""
         raise NotImplementedError
 
     def surrogate(self, observations: Tensor, actions: Tensor, advantages: Tensor, old: Tensor, clip: float) -> Tensor:
-        """PPO's −min(r A, clip(r) A), likewise; ``old`` is log π(a|s) before the update."""
+        """PPO's −min(r A, clip(r) A), averaged and summed likewise. ``old`` is log π(a|s) before the update."""
         raise NotImplementedError
 
     def entropy(self, observations: Tensor) -> Tensor:
-        """The entropy of π(·|s), a mean over samples."""
+        """The entropy of π(·|s), averaged over samples."""
         raise NotImplementedError
 
 
 class Gaussian(Agent):
-    """a ~ N(μ(s), σ²(s)): μ with two hidden layers, σ² = exp of a network with one, or of a shared parameter."""
+    """a ~ N(μ(s), σ²(s)). μ has two hidden layers. log σ² has one, or is a parameter that does not depend on the state."""
 
     def __init__(self, inputs: int, outputs: int, *, orthogonal: bool, shared: bool, width: int = 64) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class Gaussian(Agent):
 
 
 class Categorical(Agent):
-    """a ~ softmax(logits(s)), two hidden layers."""
+    """a ~ softmax(logits(s)), with two hidden layers."""
 
     def __init__(self, inputs: int, outputs: int, *, orthogonal: bool, width: int = 64) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ class Categorical(Agent):
 
 
 def action_generator(seed: int) -> np.random.Generator:
-    """The random numbers of actions, which must differ from the environment's: gymnasium's are ``default_rng(seed)``."""
+    """A generator for actions. It must differ from that of the environment, which is ``default_rng(seed)`` in gymnasium."""
     return np.random.default_rng([seed, 1])
 
 
@@ -198,22 +198,22 @@ class Column(NamedTuple):
 
 
 class AgentBatch:
-    """Agents of one kind whose networks are evaluated together, in batched matrix products.
+    """Agents of one kind, whose networks are evaluated together by batched matrix products.
 
-    Single observations are evaluated by numpy, which takes a sixth of torch's time.
+    Single observations are evaluated with NumPy, which takes a sixth of the time of torch.
     """
 
     def __init__(self, agents: Sequence[Agent]) -> None:
         self.kind = type(agents[0])
         self.columns = {name: columns_of([agent.networks[name] for agent in agents]) for name in agents[0].networks}
         self.parameters = [p for agent in agents for p in agent.parameters()]
-        self.viewed: list[int] = []  # addresses of the parameters, if the stacked weights are views of them
+        self.viewed: list[int] = []  # the addresses of the parameters, if the stacked weights are views of them
         self.refresh()
         self.outputs = next(iter(self.arrays.values()))[-1][1].shape[1]
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Take the weights as they are now. Call it after every change: stacked weights may be copies or views."""
+        """Update the stacked weights. Call this after every change of a parameter, since stacked weights may be copies."""
         places = [p.data_ptr() for p in self.parameters]
         if places == self.viewed:
             return
@@ -227,11 +227,11 @@ class AgentBatch:
         self.viewed = places if firsts <= set(places) else []
 
     def noise(self, draws: np.random.Generator, count: int) -> Array:
-        """The noise of ``count`` actions of one agent."""
+        """Noise for ``count`` actions of one agent."""
         return self.kind.noise(draws, (count, self.outputs))
 
     def act(self, observations: Array, noise: Array) -> tuple[Array, Array]:
-        """One action of each agent for its observation, and rows that are finite where its networks' outputs are."""
+        """One action per agent for its observation, and rows that are finite if and only if the outputs of its networks are."""
         outputs = {}
         with np.errstate(all="ignore"):  # agents that diverged overflow
             for name, layers in self.arrays.items():
@@ -247,16 +247,16 @@ class AgentBatch:
         return evaluate(self.layers["critic"], observations)[..., 0]
 
     def log_prob(self, observations: Tensor, actions: Tensor) -> Tensor:
-        """log π(a|s), likewise."""
+        """log π(a|s) for observations (agents, …, inputs)."""
         return self.kind.log_prob(self.policy(observations), actions)
 
     def policy(self, observations: Tensor) -> dict[str, Tensor]:
-        """The outputs of the policies' networks by name, likewise."""
+        """The outputs of the policies' networks by name, for observations (agents, …, inputs)."""
         return {name: evaluate(self.layers[name], observations) for name in self.arrays}
 
 
 def stack_or_view(tensors: list[Tensor]) -> Tensor:
-    """Stack tensors. The result is a view where they are evenly spaced in one storage, as those of an ensemble are."""
+    """Stack tensors. The result is a view if they are evenly spaced in one storage, as in an ensemble."""
     first, last = tensors[0].detach(), tensors[-1]
     if len(tensors) == 1:
         return first[None]
@@ -267,7 +267,7 @@ def stack_or_view(tensors: list[Tensor]) -> Tensor:
 
 
 def columns_of(networks: Sequence[nn.Module]) -> list[Column]:
-    """The layers of networks, one column for each. A network that ignores the state has weights 0."""
+    """The layers of networks, one :class:`Column` per layer. A network that ignores the state has zero weights."""
     shared = [network for network in networks if isinstance(network, Shared)]
     if shared:
         return [

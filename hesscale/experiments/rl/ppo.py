@@ -1,4 +1,4 @@
-"""Proximal policy optimization: several epochs of minibatches over every rollout, with the clipped surrogate."""
+"""Proximal policy optimization (PPO): several epochs of minibatches over every rollout, with the clipped surrogate."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .vector_env import Rollout
 
 
 class PPO(Algorithm):
-    """The surrogate for the policy and (v(s) − R)² for the critic, R = A + v."""
+    """The loss is the surrogate for the policy and (v(s) − R)² for the critic, with R = A + v."""
 
     rollout = 2048
     epochs = 10
@@ -35,7 +35,7 @@ class PPO(Algorithm):
 
         def loss(agent: Agent, *batch: Tensor) -> Tensor:
             observations, actions, advantages, returns, old, old_values = batch
-            policy = agent.surrogate(observations, actions, standardised(advantages), old, clip)
+            policy = agent.surrogate(observations, actions, standardized(advantages), old, clip)
             if bonus:
                 policy = policy - bonus * agent.entropy(observations)
             values = agent.values(observations)
@@ -79,7 +79,7 @@ class PPO(Algorithm):
         observations, actions, advantages, returns, old, values = [tensor[k] for tensor in self.batch]
         agent = self.agents[k]
         log_ratio = AgentBatch([agent]).log_prob(observations[None], actions[None])[0] - old
-        policy = agent.surrogate(observations, actions, standardised(advantages), old, self.config.clip)
+        policy = agent.surrogate(observations, actions, standardized(advantages), old, self.config.clip)
         value = value_loss(agent.values(observations), returns, half=self.config.half_value_loss)
         return {
             "losses/policy_loss": float(policy),
@@ -90,5 +90,5 @@ class PPO(Algorithm):
         }
 
 
-def standardised(advantages: Tensor) -> Tensor:
+def standardized(advantages: Tensor) -> Tensor:
     return (advantages - advantages.mean()) / (advantages.std() + 1e-8)

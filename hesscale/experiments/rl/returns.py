@@ -1,6 +1,6 @@
-"""Returns and advantages. A truncated episode counts as if it went on; a terminated one does not.
+"""Returns and advantages. They bootstrap from the value of the next state if an episode is truncated, but not if it terminates.
 
-All arrays are of shape (agents, steps).
+All arrays have the shape (agents, steps).
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ from .networks import Array
 
 
 def n_step_returns(rewards: Array, next_values: Array, terminated: Array, ended: Array, gamma: float) -> Array:
-    """R_t = r_t + γ R_{t+1} up to the end of the episode or of the rollout, and there r_t + γ v(s_{t+1}), with 0 for v after
-    termination.
+    """R_t = r_t + γ R_{t+1}. At the end of the episode or rollout, R_t = r_t + γ v(s_{t+1}), with v = 0 after termination.
 
     Args:
-        rewards, next_values: r_t, and v(s_{t+1}) of the state that came next, before any reset.
-        terminated, ended: whether the episode terminated, and whether it ended, by that or by truncation.
+        rewards, next_values: r_t, and v(s_{t+1}) of the next state, before any reset.
+        terminated, ended: whether the episode terminated, and whether it terminated or was truncated.
     """
     is_last = ended.copy()
     is_last[:, -1] = True
@@ -25,13 +24,16 @@ def n_step_returns(rewards: Array, next_values: Array, terminated: Array, ended:
 
 
 def gae(rewards: Array, values: Array, next_values: Array, terminated: Array, ended: Array, gamma: float, lam: float) -> Array:
-    """Generalised advantages A_t = δ_t + γλ A_{t+1}, cut at ends, with δ_t = r_t + γ v(s_{t+1}) − v(s_t); arguments as above."""
+    """Generalized advantage estimates A_t = δ_t + γλ A_{t+1} with δ_t = r_t + γ v(s_{t+1}) − v(s_t), up to the episode's end.
+
+    The arguments are those of :func:`n_step_returns`, and λ.
+    """
     errors = rewards + gamma * np.where(terminated, 0, next_values) - values
     return backwards(errors, np.where(ended, 0, gamma * lam))
 
 
 def backwards(x: Array, decay: Array) -> Array:
-    """y_t = x_t + decay_t y_{t+1}, from the last on."""
+    """y_t = x_t + decay_t y_{t+1}, starting from the last step."""
     by_time, decays = np.ascontiguousarray(x.T, np.float32), np.ascontiguousarray(decay.T, np.float32)
     following = np.zeros_like(by_time[0])
     for now, factor in zip(by_time[::-1], decays[::-1], strict=True):

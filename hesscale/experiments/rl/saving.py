@@ -1,8 +1,8 @@
 """The state of an environment in the middle of an episode as plain data, which loads with ``weights_only=True``.
 
-Loading creates no objects and runs no code: a fresh environment has the objects, MuJoCo's simulator among them, and they are
-filled in place. What can be neither saved nor filled raises an error that names it. State outside of attributes (global
-variables, those of a class or of a closure) is not saved.
+Loading creates no objects and runs no code: the objects of a new environment, including MuJoCo's simulator, are filled in place.
+Values that can be neither saved nor filled raise an error that names them. State outside of attributes (global variables, class
+variables and closures) is not saved.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PLAIN = (type(None), bool, int, float, str)
 BIT_GENERATORS = ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
 CONSTANT = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType, type, EnvSpec, np.dtype, np.ufunc)
 DRAWING = ("pygame.", "glfw.", "mujoco.renderer.", "mujoco.rendering.", "gymnasium.envs.mujoco.mujoco_rendering.")  # modules
-# attributes that say how an environment was made, or where its files are
+# attributes that describe how an environment was created, or where its files are
 HOW_IT_WAS_MADE = {"spec", "_cached_spec", "metadata", "_metadata", "render_mode", "fullpath"}
 HOW_IT_WAS_MADE |= {"_saved_kwargs", "_ezpickle_args", "_ezpickle_kwargs"}
 
@@ -43,7 +43,7 @@ def snapshot(env: gymnasium.Env[Any, Any]) -> dict[str, Any]:
 
 
 def restore(env: gymnasium.Env[Any, Any], saved: dict[str, Any]) -> None:
-    """Restore a saved state, bit for bit, in an environment that was just made and reset.
+    """Restore a saved state, bit for bit, in an environment that was just created and reset.
 
     Raises:
         ValueError: if the saved state is of another environment.
@@ -59,8 +59,8 @@ def name_of(env: gymnasium.Env[Any, Any]) -> str:
 
 
 def attributes(value: Any) -> dict[str, Any] | None:
-    """Those of an object that may change, or None if its state is not in attributes alone."""
-    if isinstance(value, PassiveEnvChecker):  # remembers what it complained about
+    """The attributes of an object that may change; None if not all of its state is in attributes."""
+    if isinstance(value, PassiveEnvChecker):  # it only records which warnings it has given
         return {"env": value.env}
     if isinstance(value, gymnasium.Env):
         return {name: part for name, part in vars(value).items() if name not in HOW_IT_WAS_MADE}
@@ -75,19 +75,19 @@ def attributes(value: Any) -> dict[str, Any] | None:
         return None
     try:
         reduced: Any = object.__reduce_ex__(value, 2)
-    except TypeError:  # there is more to it than Python sees
+    except TypeError:  # it has state that Python cannot access
         return None
     _, _, state, *items = reduced
     return None if any(item is not None for item in items) or isinstance(state, tuple) else state or {}
 
 
 def is_apart(value: Any) -> bool:
-    """Whether it is for drawing alone, or a model of MuJoCo, which is compared as part of its simulation."""
+    """Whether a value is only used for rendering, or is a MuJoCo model, which is compared as part of its simulation."""
     return type_name(value).startswith(DRAWING) or is_mujoco(value, "MjModel")
 
 
 class Saver:
-    """Writes values down: plain ones as they are, others as [kind, content …]; what was met before, as its number."""
+    """Converts values to plain data: plain values unchanged, others to [kind, content …], repeated objects to their number."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -95,7 +95,7 @@ class Saver:
         self.arrays: list[tuple[str, Array]] = []
 
     def save(self, value: Any, where: str = "", is_held: bool = False) -> Any:
-        """``is_held``: in a list or the like, not in an attribute, so that a fresh environment may have none in its place."""
+        """Convert a value. ``is_held``: it is in a container, so a new environment may have no object there to fill."""
         if type(value) in PLAIN:
             return value
         if is_apart(value) and not is_held:
@@ -112,7 +112,7 @@ class Saver:
         return self.save_container(value, where) or self.save_object(value, where, is_held)
 
     def save_container(self, value: Any, where: str) -> list[Any]:
-        """What Python and numpy keep values in; nothing for any other value."""
+        """Convert a container of Python or NumPy; an empty list for any other value."""
         kind = type(value)
         if kind is list:
             return ["list", self.save_all(value, where)]
@@ -126,7 +126,7 @@ class Saver:
         return []
 
     def save_object(self, value: Any, where: str, is_held: bool) -> Any:
-        """What can only be filled in place."""
+        """Convert an object that can only be filled in place."""
         if type(value) is np.random.Generator and type(value.bit_generator).__name__ in BIT_GENERATORS:
             return ["generator", self.save(value.bit_generator.state, where, True)]
         if is_mujoco(value, "MjData") and not is_held:
@@ -145,7 +145,7 @@ class Saver:
         raise TypeError(f"the state of {self.name} cannot be saved (its attribute {readable(where)} {why})")
 
     def check_memory(self, array: Array, where: str) -> None:
-        """Refuse an array that changes when another one is written to, since what is restored would not."""
+        """Refuse an array that shares memory with another one, since restored arrays would not."""
         root = array
         while isinstance(root.base, np.ndarray):
             root = root.base
@@ -169,7 +169,7 @@ class Restorer:
         self.filled: set[int] = set()
 
     def load(self, saved: Any, current: Any, where: str = "") -> Any:
-        """A value; objects are filled in place, ``current`` is what the environment has there."""
+        """Restore a value. Objects are filled in place. ``current`` is the environment's value at the same position."""
         if type(saved) in PLAIN:
             return saved
         kind, *content = saved
@@ -203,7 +203,7 @@ class Restorer:
         return self.known[number]
 
     def fill(self, kind: str, current: Any, where: str, content: list[Any]) -> None:
-        """Bring an object of the environment, or its simulation, to where the saved one was."""
+        """Fill an object of the environment, or its simulation, with the saved state."""
         if kind == "object":
             self.load_object(current, where, *content)
         elif not load_simulation(current, *content):
@@ -231,7 +231,7 @@ class Restorer:
                     vars(current)[name] = value
 
     def generator(self, saved: Any, current: Any) -> Any:
-        """The one that is there if possible, since others may refer to it."""
+        """Restore a random number generator, in place if possible, since other objects may refer to it."""
         state = self.load(saved, None)
         name = state["bit_generator"]
         if name not in BIT_GENERATORS:
@@ -250,7 +250,7 @@ def type_name(value: Any) -> str:
 
 
 def label(value: Any) -> str:
-    """A function's or class's name, anything else's type."""
+    """The name of a function or class, or the type of any other value."""
     return f"{value.__module__}.{value.__qualname__}" if hasattr(value, "__qualname__") else type_name(value)
 
 
@@ -259,7 +259,7 @@ def readable(where: str) -> str:
 
 
 def packed(array: Array) -> list[Any]:
-    """Type, shape, whether columns are contiguous, and bytes."""
+    """Dtype, shape, whether columns are contiguous, and bytes."""
     raw = np.frombuffer(array.tobytes(), np.uint8).copy()
     return [array.dtype.str, list(array.shape), bool(array.flags.fnc), torch.from_numpy(raw)]
 

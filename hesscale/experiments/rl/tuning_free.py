@@ -1,6 +1,7 @@
-"""Optimizers of other packages that promise to need no tuning, beside which the trust region can be seen.
+"""Tuning-free optimizers of other packages, to compare with the trust region.
 
-Each gets all weights of an agent as one group, as its package is used, and the package's own ε. Steps are eager.
+As usual for these packages, each optimizer has all weights of an agent in one group, and the package's default ε. Steps run in
+eager mode.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ PACKAGES = {  # by name on command lines: the module, the class, and the package
 
 
 class TuningFree:
-    """An optimizer of another package with what agents ask of theirs. Steps that are not finite are skipped and counted.
+    """An optimizer of another package with the interface that agents need. Steps that are not finite are skipped and counted.
 
-    Schedule-free AdamW has two points: one where gradients are taken and the average of the iterates. Agents act from the
-    first, since A2C and PPO need actions of the policy that is updated; :meth:`averaged` gives the second.
+    Schedule-free AdamW has two sets of weights: those at which gradients are computed, and the average of the iterates. Agents
+    act with the first, since A2C and PPO need actions of the policy that is updated. :meth:`averaged` gives the second.
     """
 
     def __init__(self, name: str, params: Iterable[Any], lr: float) -> None:
@@ -74,7 +75,7 @@ class TuningFree:
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """Within the block, weights are those to play with: the average where there is one."""
+        """Use the weights for evaluation inside the block: the average of the iterates, if there is one."""
         if hasattr(self.own, "eval"):
             self.own.eval()
         yield

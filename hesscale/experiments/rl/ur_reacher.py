@@ -1,7 +1,8 @@
 """UR-Reacher-2D of SenseAct on a simulated UR5: move the end effector to a point of the (y, z) plane with two joints (Fig. 7).
 
-The arm takes and sends packets at 125 Hz; an action commands five of them, 40 ms. A command is a velocity of shoulder lift and
-elbow, which the :class:`VelocityProfile` approaches with limited acceleration and servos follow; the other joints hold still.
+The arm receives and sends packets at 125 Hz. An action lasts for five packets (40 ms). It commands velocities of shoulder lift
+and elbow. The :class:`VelocityProfile` approaches them with limited acceleration, and servos follow it. The other joints do not
+move.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ MOVING = slice(1, 3)  # shoulder lift and elbow
 JOINT_LOW, JOINT_HIGH = np.radians([-170.0, -150.0]), np.radians([-10.0, 150.0])
 TARGET_LOW, TARGET_HIGH = np.array([-0.2, -0.3, 0.5]), np.array([0.2, 0.4, 1.0])
 SAFE_LOW, SAFE_HIGH = np.array([-0.2, -10.0, 0.4]), np.array([0.2, 0.9, 10.0])
-MARGIN = 0.01  # radians or metres that commands stay away from limits, since the arm lags
+MARGIN = 0.01  # radians or metres to keep from the limits, since the arm lags behind the profile
 
 TICK = 0.008  # seconds between packets
 TICKS = 5  # per action
@@ -42,7 +43,7 @@ ACCELERATION = 2.0  # radians/s², of the joint whose velocity changes most
 
 
 def forward_kinematics(q: Any) -> Vector:
-    """The end effector's pose (4, 4) for six joint angles: a turn by π about z, then Rz(q) Tz(d) Tx(a) Rx(α) of each joint."""
+    """The end effector's pose (4, 4) for six joint angles: a rotation by π about z, then Rz(q) Tz(d) Tx(a) Rx(α) per joint."""
     pose = np.diag([-1.0, -1.0, 1.0, 1.0])
     for angle, d, a, alpha in zip(q, DH_D, DH_A, DH_ALPHA, strict=True):
         c, s, ca, sa = cos(angle), sin(angle), cos(alpha), sin(alpha)
@@ -56,7 +57,7 @@ def _planar() -> tuple[Vector, Vector]:
     def position(lift: float, elbow: float) -> Vector:
         return forward_kinematics([REST[0], lift, elbow, *REST[3:]])[:3, 3]
 
-    # with q₂+q₃ fixed the upper arm turns alone, with q₂ fixed the forearm; opposite angles lie two columns apart
+    # With q₂+q₃ fixed, only the upper arm turns; with q₂ fixed, only the forearm. Opposite angles are two columns apart.
     upper = [(position(q, -q) - position(q + pi, -q - pi)) / 2 for q in (0.0, pi / 2)]
     fore = [(position(0.0, q) - position(0.0, q + pi)) / 2 for q in (0.0, pi / 2)]
     matrix = np.stack([*upper, *fore], axis=1)
@@ -64,14 +65,14 @@ def _planar() -> tuple[Vector, Vector]:
 
 
 OFFSET, PLANE = _planar()
-# plain numbers, which are faster than arrays this small
+# plain numbers, which are faster than such small arrays
 _ROWS: list[list[float]] = np.column_stack([OFFSET, PLANE]).tolist()
 _LOW: list[float] = [*(JOINT_LOW + MARGIN).tolist(), *(SAFE_LOW + MARGIN).tolist()]  # of two joint angles and (x, y, z)
 _HIGH: list[float] = [*(JOINT_HIGH - MARGIN).tolist(), *(SAFE_HIGH - MARGIN).tolist()]
 
 
 def tip(q: Any) -> list[float]:
-    """The end effector (x, y, z) for the angles (2) of shoulder lift and elbow, the other joints at rest."""
+    """The end effector's position (x, y, z) for the angles (2) of shoulder lift and elbow, with the other joints at rest."""
     c, s, cc, ss = cos(q[0]), sin(q[0]), cos(q[0] + q[1]), sin(q[0] + q[1])
     return [o + a * c + b * s + d * cc + e * ss for o, a, b, d, e in _ROWS]
 
@@ -85,11 +86,11 @@ def resolved_rate(observation: Vector, *, gain: float = 4.0, damping: float = 0.
 
 
 class VelocityProfile:
-    """The motion that the servos are to follow: velocities approach the command, the one with most to change at 2 rad/s² and the
-    other in proportion, so that both arrive at once.
+    """The motion that the servos follow. Velocities approach the command: the one that changes most at 2 rad/s², and the other in
+    proportion, so that both reach it at the same time.
 
-    A command that would leave no way to stop within the joint limits and the safety box is not carried out: one of the two joints
-    stops instead, if that is enough, or else both.
+    A command after which the arm could not stop within the joint limits and the safety box is not executed. Instead, one of the
+    two joints stops, if that is enough, or else both.
     """
 
     def __init__(self) -> None:
@@ -97,7 +98,7 @@ class VelocityProfile:
         self.v = [0.0, 0.0]
 
     def tick(self, command: list[float]) -> bool:
-        """Moves on by one packet; whether the command was carried out."""
+        """Advance by one packet. Returns whether the command was executed."""
         u, w = command
         for attempt in ((u, w), (0.0, w), (u, 0.0)):
             q, v = self._after(attempt)
@@ -116,9 +117,9 @@ class VelocityProfile:
 
     @staticmethod
     def _can_stop(q: list[float], v: list[float]) -> bool:
-        """Whether the arm, braking from here on, stops within the limits; the way from one safe pose to another is safe."""
+        """Whether the arm, if it brakes now, stops within the limits. The path between two safe poses is safe."""
         lead = max(abs(v[0]), abs(v[1]))
-        last = lead % (ACCELERATION * TICK)  # the speed that the last packet of braking takes away
+        last = lead % (ACCELERATION * TICK)  # the decrease of speed in the last packet of braking
         time = ((lead**2 - last**2) / (2 * ACCELERATION) + last * TICK / 2) / lead if lead else 0.0
         at = [q[0] + time * v[0], q[1] + time * v[1]]
         x, y, z = tip(at)
@@ -134,18 +135,19 @@ class VelocityProfile:
 class URReacher(gymnasium.Env[Vector, Vector]):
     """Reach a target in the plane with two joints of a UR5, in the 100 steps of ``gymnasium.make("hesscale/UR-Reacher-2D-v0")``.
 
-    - Action (2): velocities of shoulder lift and elbow in rad/s; what exceeds ±``max_speed`` is cut off.
+    - Action (2): velocities of shoulder lift and elbow in rad/s, clipped to ±``max_speed``.
     - Observation (8): joint angles (2), their velocities / ``max_speed`` (2), (y, z) of the end effector minus the target (2),
       the last action / ``max_speed`` (2).
     - Reward: 5 (−d + exp(−d² / 0.01)) for the observed distance d in metres.
-    - Reset: the arm at rest in ``REST``; the target is where uniform joint angles lead, drawn until that lies in the target box.
-    - Info: ``distance``, and ``held``, the packets of this step in which a limit kept the command from being carried out.
+    - Reset: the arm is at rest in ``REST``. The target is the position for uniformly drawn joint angles, redrawn until it lies in
+      the target box.
+    - Info: ``distance``, and ``held``, the number of packets of this step in which a limit prevented the command.
 
     Args:
-        max_speed: the largest joint velocity in rad/s.
-        action_delay: packets of 8 ms until a command acts.
-        observation_delay: packets that an observation is old.
-        substeps: simulation steps per packet; with one, the arm follows badly.
+        max_speed: the maximum joint velocity in rad/s.
+        action_delay: the delay of commands, in packets of 8 ms.
+        observation_delay: the delay of observations, in packets.
+        substeps: simulation steps per packet. With one, the arm follows the profile badly.
         render_mode: ``"rgb_array"``, ``"human"`` or None.
     """
 
@@ -184,9 +186,9 @@ class URReacher(gymnasium.Env[Vector, Vector]):
         self.model = mujoco.MjModel.from_xml_path(str(Path(__file__).with_name("ur5.xml")))
         self.model.opt.timestep = TICK / substeps
         self.data = mujoco.MjData(self.model)
-        # added to the angle of a position servo, velocity · kv / kp is what it needs to move at that velocity
+        # A position servo moves at a velocity if velocity · kv / kp is added to its target angle.
         self._lead = (-self.model.actuator_biasprm[MOVING, 2] / self.model.actuator_gainprm[MOVING, 0]).tolist()
-        # of the packets between two observations one is seen, in this step or a later one
+        # one of the packets between two observations is observed, in this step or in a later one
         self._seen = (TICKS - 1 - observation_delay) % TICKS
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Vector, dict[str, Any]]:
@@ -218,7 +220,7 @@ class URReacher(gymnasium.Env[Vector, Vector]):
             held += not self._tick(self._commands.popleft())
             if tick == self._seen:
                 self._packets.append(self._packet())
-        mujoco.mj_kinematics(self.model, self.data)  # the poses that are drawn
+        mujoco.mj_kinematics(self.model, self.data)  # the poses for rendering
         self._draw("human")
         observation, d = self._observe()
         return observation, 5 * (-d + float(np.exp(-(d**2) / 0.01))), False, False, {"distance": d, "held": held}
@@ -232,14 +234,14 @@ class URReacher(gymnasium.Env[Vector, Vector]):
             self._renderer = None
 
     def _tick(self, command: list[float]) -> bool:
-        """Simulates one packet; whether the command was carried out."""
+        """Simulate one packet. Returns whether the command was executed."""
         profile, model, data, count = self._profile, self.model, self.data, self.substeps
         (lift, elbow), (v, w) = profile.q, profile.v
         carried_out = profile.tick(command)
         dv, dw = profile.v[0] - v, profile.v[1] - w
         ctrl, (lead, other_lead) = data.ctrl, self._lead
         for substep in range(1, count + 1):
-            # velocities go evenly from v to profile.v; a step has the angle before it and, being implicit, the velocity after it
+            # Velocities change linearly from v to profile.v. An implicit step needs the angle before and the velocity after it.
             before, after = (substep - 1) / count, substep / count
             ctrl[1] = lift + before * TICK * (v + before * dv / 2) + lead * (v + after * dv)
             ctrl[2] = elbow + before * TICK * (w + before * dw / 2) + other_lead * (w + after * dw)
@@ -247,7 +249,7 @@ class URReacher(gymnasium.Env[Vector, Vector]):
         return carried_out
 
     def _packet(self) -> list[float]:
-        """Angles (2), velocities (2) and (y, z) of the end effector, as they are now."""
+        """The current angles (2), velocities (2) and (y, z) of the end effector."""
         data = self.data
         mujoco.mj_kinematics(self.model, data)
         return [*data.qpos[MOVING].tolist(), *data.qvel[MOVING].tolist(), *data.site_xpos[0, 1:].tolist()]
@@ -267,7 +269,7 @@ class URReacher(gymnasium.Env[Vector, Vector]):
                 return target
 
     def _draw(self, mode: str) -> Any:
-        """The picture, if this is how to render."""
+        """The rendered image, if this is the render mode; otherwise None."""
         if self.render_mode != mode:
             return None
         if self._renderer is None:

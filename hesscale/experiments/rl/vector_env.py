@@ -1,6 +1,6 @@
-"""Gymnasium environments for several agents: actions are clipped, observations and rewards normalised.
+"""Gymnasium environments for several agents: actions are clipped, and observations and rewards are normalized.
 
-Each can be saved in the middle of an episode and resumes from there, bit for bit.
+An environment can be saved in the middle of an episode, and continues bit for bit after it is restored.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from .batched_envs import environments
 from .networks import AgentBatch, Array, action_generator
 from .saving import restore, snapshot
 
-CLIP = 10.0  # of normalised observations and rewards
-DEFAULT_LENGTH = 1000  # of episodes, for the time feature where an environment sets no limit
+CLIP = 10.0  # of normalized observations and rewards
+DEFAULT_LENGTH = 1000  # of episodes, for the time feature of environments without a time limit
 
 
 @dataclass
 class Rollout:
-    """Arrays of shape (agents, steps, …); ``following`` are the next observations, before any reset."""
+    """Arrays of shape (agents, steps, …). ``following`` are the next observations, before any reset."""
 
     observations: Array
     actions: Array
@@ -44,16 +44,16 @@ class Rollout:
     ended: Array  # terminated or truncated
 
     def is_over(self, truncation: str) -> Array:
-        """The steps after which the value of the next state does not count."""
+        """The steps whose targets do not bootstrap from the value of the next state."""
         return self.ended if truncation == "terminate" else self.terminated
 
     def begins_like(self, other: Rollout) -> bool:
-        """Whether the first agents of both took the same actions and saw the same observations and rewards."""
+        """Whether the first agents of both rollouts have the same actions, observations and rewards."""
         return all(np.array_equal(own[0], vars(other)[name][0]) for name, own in vars(self).items())
 
 
 class Moments:
-    """Running means and variances, one row for each environment, as in gymnasium's normalisers."""
+    """Running means and variances, one row for each environment, as in gymnasium's normalization wrappers."""
 
     def __init__(self, count: int, size: int) -> None:
         self.mean: Array = np.zeros((count, size))
@@ -78,13 +78,13 @@ class Moments:
 
 
 class VectorEnv:
-    """Environments of one name that take their steps together, each with its own agent, normalisers and random numbers.
+    """Environments of one kind that step together, each with its own agent, running statistics and random numbers.
 
     Attributes:
-        steps: the number of steps that each has taken.
-        observations: the current observations, normalised.
-        finished: for each, (return, length) of the episodes that ended since the list was cleared; returns are of raw rewards.
-        diverged_at: for each, the step at which it diverged and stopped, or None.
+        steps: the number of steps that each environment has taken.
+        observations: the current normalized observations.
+        finished: for each, (return, length) of the episodes that ended since the list was cleared. Returns are of raw rewards.
+        diverged_at: for each, the step at which its agent diverged and stopped, or None.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class VectorEnv:
         self.totals: Array = np.zeros(count)
         self.finished: list[list[tuple[float, int]]] = [[] for _ in seeds]
         self.diverged_at: list[int | None] = [None] * count
-        self.active = list(range(count))  # indices of those that have not diverged
+        self.active = list(range(count))  # indices of environments whose agent has not diverged
         self.rows: Any = slice(None)  # the same, as an index of arrays
         self.observations: Array = np.empty((count, self.inputs), np.float32)
         self.observations[:] = self.see(self.rows, np.stack([self.environments.reset(k, seed) for k, seed in enumerate(seeds)]))
@@ -131,11 +131,11 @@ class VectorEnv:
 
     @property
     def outputs(self) -> int:
-        """The number of discrete actions, or of entries of a continuous one."""
+        """The number of discrete actions, or of entries of a continuous action."""
         return int(self.actions.n) if self.is_discrete else math.prod(self.actions.shape)
 
     def stop(self, k: int) -> None:
-        """Stop one that diverged: it takes no more steps."""
+        """Stop an environment whose agent has diverged."""
         if k in self.active:
             self.diverged_at[k] = self.steps
             self.active.remove(k)
@@ -165,9 +165,9 @@ class VectorEnv:
         return Rollout(observations, actions, rewards, following, terminated, ended)
 
     def step(self, actions: Array) -> tuple[Array, Array, Array, Array]:
-        """Step the active environments and reset those whose episode ended.
+        """Step the active environments, and reset those whose episode ended.
 
-        Returns the next observations, the rewards, and whether episodes terminated and whether they ended.
+        Returns the next observations, the rewards, whether episodes terminated, and whether they ended.
         """
         rows, going = self.rows, self.active
         if isinstance(self.actions, spaces.Discrete):
@@ -197,7 +197,7 @@ class VectorEnv:
         self.observations[those] = self.see(those, np.stack([self.environments.reset(k) for k in those]))
 
     def see(self, rows: Any, raw: Array) -> Array:
-        """Observations as rows of float32: (o − mean)/std, clipped, and the share of the episode that is left."""
+        """Observations as rows of float32: (o − mean)/std, clipped, and the fraction of the episode's time that is left."""
         if not is_finite(raw):
             raise ValueError(f"{self.name} gave an observation that is not finite at step {self.steps}")
         x = raw
@@ -211,8 +211,8 @@ class VectorEnv:
     def judge(self, rows: Any, rewards: Array, terminated: Array, ended: Array) -> Array:
         """The rewards, divided by the standard deviations of discounted returns and clipped.
 
-        A discounted return begins anew after the end of an episode, or with ``reset_returns=False`` as in gymnasium's
-        ``NormalizeReward``: with the last reward of an episode that terminated, and not where one was truncated.
+        The discounted return is reset at the end of an episode. With ``reset_returns=False``, it is reset as in gymnasium's
+        ``NormalizeReward``: before the last reward of an episode that terminates, and not at all if the episode is truncated.
         """
         if not self.normalize:
             return rewards
@@ -223,7 +223,7 @@ class VectorEnv:
         return clipped(rewards / np.sqrt(self.returns.variance[rows, 0] + 1e-8))
 
     def state(self, k: int) -> dict[str, Any]:
-        """The whole state of one environment, which may be in the middle of an episode.
+        """The state of one environment, which may be in the middle of an episode.
 
         Raises:
             TypeError: if the environment's state cannot be saved.
@@ -257,19 +257,19 @@ class VectorEnv:
 
 
 def is_finite(x: Array) -> bool:
-    """Whether all entries are finite. A finite sum proves it in half the time."""
+    """Whether all entries are finite. A finite sum implies it, and takes half the time."""
     return math.isfinite(x.sum()) or bool(np.isfinite(x).all())
 
 
 def clipped(x: Array, low: Any = -CLIP, high: Any = CLIP) -> Array:
-    """np.clip, in a third of its time."""
+    """Like np.clip, in a third of the time."""
     return np.minimum(np.maximum(x, low), high)
 
 
 def check_name(name: str) -> None:
-    """Raise a ValueError for an unknown environment, with names close to it."""
+    """Raise a ValueError for an unknown environment, with similar names."""
     known = gymnasium.registry
-    if name in known or ":" in name:  # a module that registers it
+    if name in known or ":" in name:  # module:name, where the module registers the environment
         return
     by_lower = {other.lower(): other for other in known}
     close = [by_lower[found] for found in difflib.get_close_matches(name.lower(), by_lower, n=4, cutoff=0.6)]

@@ -1,1 +1,1 @@
-"""What optimizers are compared on: data sets with networks, and one trainer for all of them."""
+"""The tasks on which optimizers are compared: data sets with networks, and one trainer for all of them."""

@@ -17,7 +17,7 @@ from .transformers import ViT
 
 
 def load(problem: str, root: Path | None, device: torch.device) -> Splits:
-    """The splits of a problem of :mod:`hesscale.experiments.vision`, whose means and deviations are used too."""
+    """The splits of a problem of :mod:`hesscale.experiments.vision`, with its normalization."""
     images = load_images(PROBLEMS[problem], root, device)
     train, validation, test = (split_of(images, part) for part in (images.train, images.validation, images.test))
     return Splits(train, validation, test, images.classes)
@@ -31,12 +31,12 @@ def split_of(images: Images, part: Bytes) -> Split:
 
 
 def mlp(classes: int, activation: type[nn.Module], layers: int = 2) -> nn.Sequential:
-    """Hidden layers of 64 for images of 8 × 8, with torch's own initialization."""
+    """An MLP with hidden layers of 64 for images of 8 × 8, with torch's default initialization."""
     return dense((64, *[64] * layers, classes), activation)
 
 
 def deepobs(classes: int, problem: str) -> nn.Sequential:
-    """A network of DeepOBS with ReLU, as there."""
+    """A network of DeepOBS, with ReLU as in DeepOBS."""
     return PROBLEMS[problem].build(classes, nn.ReLU, "deepobs")
 
 

@@ -1,4 +1,4 @@
-"""Networks for images that DeepOBS does not have: small convolutional ones, and a ResNet for small images."""
+"""Image networks that DeepOBS does not have: small convolutional networks, and a ResNet for small images."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Norm = Callable[[int], nn.Module]
 
 
 def gap_cnn(classes: int, channels: int = 1, width: int = 16) -> nn.Sequential:
-    """Three convolutions with ReLU, the mean over pixels, and a dense layer."""
+    """Three convolutions with ReLU, global average pooling, and a dense layer."""
     return nn.Sequential(
         *(nn.Conv2d(channels, width, 3, padding=1), nn.ReLU()),
         *(nn.Conv2d(width, 2 * width, 3, 2, padding=1), nn.ReLU()),
@@ -30,12 +30,12 @@ def gelu_cnn(classes: int) -> nn.Sequential:
 
 
 def group_norm(channels: int) -> nn.GroupNorm:
-    """Groups of four channels, and no more than 32 groups."""
+    """Group norm with groups of four channels, and at most 32 groups."""
     return nn.GroupNorm(min(channels // 4, 32), channels)
 
 
 class BasicBlock(nn.Module):
-    """Two convolutions, whose result is added to the input; the first may halve the number of rows and columns."""
+    """Two convolutions and a skip connection. The first convolution may halve the number of rows and columns."""
 
     def __init__(self, inputs: int, outputs: int, stride: int, norm: Norm) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def resnet(
     widths: Sequence[int] = (64, 128, 256, 512),
     blocks: int = 2,
 ) -> nn.Sequential:
-    """A ResNet without the pool that images of 32 × 32 are too small for; with its defaults, a ResNet-18."""
+    """A ResNet without the first pooling layer, for images of 32 × 32. By default, it is a ResNet-18."""
     layers: list[nn.Module] = [nn.Conv2d(channels, widths[0], 3, padding=1, bias=False), norm(widths[0]), nn.ReLU()]
     inputs = widths[0]
     for stage, width in enumerate(widths):

@@ -15,12 +15,12 @@ from ..lab.store import seeded
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Examples by number.
+    """Examples, identified by indices.
 
     Attributes:
-        count: batches are drawn from the numbers below this.
-        evaluated: the numbers of the examples that are evaluated.
-        take: inputs and classes of examples, given their numbers.
+        count: batches are drawn from the indices below this number.
+        evaluated: the indices of the examples for evaluation.
+        take: returns inputs and classes of the examples with given indices.
     """
 
     count: int
@@ -45,11 +45,11 @@ class Problem:
     Attributes:
         name: on command lines and in records.
         title: in figures and tables.
-        dataset: its name, which decides the fingerprint of the data.
+        dataset: its name, which determines the fingerprint of the data.
         load: reads the splits, given the folder of data sets and a device.
-        build: the network for so many classes.
-        steps, batch: how long it is trained, and with how many examples a step, unless the settings say otherwise.
-        metric: "accuracy" or "loss", by which step sizes are chosen and optimizers compared.
+        build: returns the network for a given number of classes.
+        steps, batch: the default number of training steps and batch size.
+        metric: "accuracy" or "loss", by which step sizes are chosen and optimizers are compared.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Problem:
     metric: str = "accuracy"
 
     def network(self, classes: int, seed: int) -> nn.Module:
-        """The network, whose initial weights depend on ``seed`` alone."""
+        """The network. Its initial weights depend only on ``seed``."""
         with seeded(seed):
             return self.build(classes)
 

@@ -1,4 +1,4 @@
-"""Language models of characters, on the text of Python's help."""
+"""Character-level language models, on the text of Python's help."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .problem import Problem, Split, Splits
 from .transformers import GPT
 
 CONTEXT = 64
-ENDS = (0.8, 0.9)  # of the text for training and of that for validation; the rest is for testing
+ENDS = (0.8, 0.9)  # where the training text and the validation text end; the rest is for testing
 
 
 @functools.lru_cache(maxsize=1)
 def load(root: Path | None, device: torch.device, name: str = "python-topics") -> Splits:
-    """Three parts of a text by position, with a class for every character that it has; ``root`` is not read."""
+    """Split a text into three parts by position. Each distinct character is a class. ``root`` is not used."""
     text = TEXTS[name]()
     known = {character: number for number, character in enumerate(sorted(set(text)))}
     classes = torch.tensor([known[character] for character in text], device=device)
@@ -28,7 +28,7 @@ def load(root: Path | None, device: torch.device, name: str = "python-topics") -
 
 
 def split_of(part: Tensor) -> Split:
-    """An example is CONTEXT characters and those that follow each, from any position; those evaluated do not overlap."""
+    """An example has CONTEXT characters from any position, and the next character of each. Evaluated examples do not overlap."""
     count = len(part) - CONTEXT
     offsets = torch.arange(CONTEXT, device=part.device)
 
@@ -40,7 +40,7 @@ def split_of(part: Tensor) -> Split:
 
 
 class CharLSTM(nn.Module):
-    """Predicts the next character after every one, from those until there."""
+    """Predicts the next character at every position, from all characters up to it."""
 
     def __init__(self, classes: int, width: int = 128, layers: int = 1) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Training of one network by one optimizer, in blocks of steps: metrics, checkpoints, and divergence.
+"""Train one network with one optimizer, in blocks of steps: metrics, checkpoints, and divergence.
 
-Batches are drawn with replacement. Those of a block depend on the seed and the block alone, so they are the same for every
-optimizer, and for a run that resumes.
+Batches are drawn with replacement. The batches of a block depend only on the seed and the block, so they are the same for every
+optimizer, and for a resumed run.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from ..vision.problems import trained_parameters
 from .problem import Splits, loss_of
 from .registry import PROBLEMS
 
-BLOCK = 20  # steps between which nothing is evaluated or saved
-LAST = 50  # steps whose mean is the training loss
+BLOCK = 20  # steps without evaluations or checkpoints in between
+LAST = 50  # the number of last steps over which the training loss is averaged
 EVALUATED_AT_ONCE = 500
 CHECKPOINT_SECONDS = 20.0
 SCHEDULES = ("constant", "cosine")
@@ -46,7 +46,7 @@ class Task:
     seed: int
     steps: int
     batch: int
-    eps: float  # 0 for the optimizer's own
+    eps: float  # 0 for the optimizer's default
     schedule: str
     evaluations: int
     eval_size: int  # 0 for all examples
@@ -55,16 +55,16 @@ class Task:
 
     @property
     def evaluate_every(self) -> int:
-        """Whole blocks of steps; the end is evaluated in any case."""
+        """The number of steps between evaluations, a multiple of BLOCK. The end is always evaluated."""
         return BLOCK * math.ceil(self.steps / self.evaluations / BLOCK)
 
 
 @dataclass
 class Progress:
-    """What a run has come to.
+    """The progress of a run.
 
     Attributes:
-        steps: how many were made.
+        steps: the number of completed steps.
         diverged_at: the step at which a loss, a gradient or a Hessian diagonal was not finite.
         first: the loss of the first step.
         largest: the largest finite loss.
@@ -82,7 +82,7 @@ class Progress:
     paces: list[float] = field(default_factory=list)
 
     def add(self, losses: list[float], seconds: float) -> None:
-        """Add a block, which may end with a loss that is not finite."""
+        """Add the losses of a block. The last one may be non-finite."""
         self.seconds += seconds
         self.paces.append(seconds / len(losses))
         finite = [loss for loss in losses if math.isfinite(loss)]
@@ -99,7 +99,7 @@ class Progress:
         return statistics.fmean(self.last)
 
     def values(self) -> dict[str, Any]:
-        """The seconds of a step are those in the median block: others may use the machine now and then."""
+        """Results by name. The time of a step is that in the median block, since other processes may use the machine at times."""
         return {
             "diverged_at": self.diverged_at,
             "worst": self.largest / self.first if math.isfinite(self.first) else None,
@@ -165,7 +165,7 @@ class Training:
         return "eager" if self.compiled is None else self.compiled.mode
 
     def warm_up(self) -> None:
-        """Compile the step, so that all steps run the same code, also after an interruption."""
+        """Compile the step, so that all steps run the same code, even after an interruption."""
         if self.compiled is not None:
             x, y = self.batches(0, 1)
             self.model.train()
@@ -177,7 +177,7 @@ class Training:
         return self.splits.train.take(numbers.to(self.device))
 
     def block(self, start: int) -> tuple[list[float], float]:
-        """The losses of the next steps and the seconds that they took; the last loss is nan if something was not finite."""
+        """The losses of the next steps, and their time in seconds. If a number was not finite, the last loss is NaN."""
         batches = self.batches(start, min(BLOCK, self.task.steps - start))
         torch.manual_seed(number_of("steps", self.task.seed, start))
         self.model.train()
@@ -191,7 +191,7 @@ class Training:
             is_finite = False
         clock.mark()
         losses: list[float] = torch.stack(found).tolist() if found else []  # waits for the device
-        if not is_finite or int(getattr(self.optimizer, "nonfinite_steps", 0)):  # on a GPU, it raises an error some steps later
+        if not is_finite or int(getattr(self.optimizer, "nonfinite_steps", 0)):  # on a GPU, the error is raised some steps later
             losses.append(math.nan)
         return losses, clock.marked()
 

@@ -1,4 +1,4 @@
-"""Transformers: one block, a network of them for images (ViT) and one for characters (GPT)."""
+"""Transformers: a block, a network for images (ViT), and a network for characters (GPT)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ POSITION_STD = 0.02
 
 
 class Block(nn.Module):
-    """Attention and two dense layers, each after a layer norm, and each added to its input."""
+    """A pre-norm transformer block: attention and two dense layers, each with a layer norm and a skip connection."""
 
     def __init__(self, width: int, heads: int, *, is_causal: bool) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Block(nn.Module):
 
 
 class ViT(nn.Module):
-    """Patches of an image as a sequence; the mean over the sequence is classified."""
+    """Classifies the mean over a sequence of image patches."""
 
     def __init__(
         self, classes: int, *, channels: int = 3, size: int = 32, patch: int = 4, width: int = 128, depth: int = 4, heads: int = 4
@@ -52,7 +52,7 @@ class ViT(nn.Module):
 
 
 class GPT(nn.Module):
-    """Predicts the next character after every one, from those until there."""
+    """Predicts the next character at every position, from all characters up to it."""
 
     def __init__(self, classes: int, *, context: int = 64, width: int = 64, depth: int = 2, heads: int = 4) -> None:
         super().__init__()

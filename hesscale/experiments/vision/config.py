@@ -47,7 +47,7 @@ class Task:
 
 
 def group_key(task: Task) -> Task:
-    """Equal for tasks that can be done together: they may differ in step size and seed."""
+    """A key that is equal for tasks that can be done together. These may differ in step size and seed."""
     return replace(task, step_size=0.0, seed=0)
 
 

@@ -1,4 +1,4 @@
-"""Images on the device as bytes, and augmented batches made from them: shifted, flipped and recoloured."""
+"""Images on the device as bytes, and augmented batches of them: shifted, flipped and with colour jitter."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch import Tensor
 from ..lab.data import load
 from .problems import Problem
 
-MAX_VALIDATION = 10_000  # a fifth of the images for training, and no more than this
+MAX_VALIDATION = 10_000  # validation takes a fifth of the training images, but at most this number
 PAD = 2
 BRIGHTNESS, CONTRAST, SATURATION = range(3)
 FACTORS = ((1 - 63 / 255, 1 + 63 / 255), (0.2, 1.8), (0.5, 1.5))  # of these, from and to
 ORDERS = tuple(itertools.permutations(range(3)))
-UNIFORM = 7  # numbers in [0, 1) by which an image is changed
+UNIFORM = 7  # uniform random numbers for the augmentation of an image
 GREY = (0.299, 0.587, 0.114)
 
 
@@ -34,14 +34,14 @@ class Split(NamedTuple):
 class Images(NamedTuple):
     """A data set on a device, in disjoint splits that do not depend on the seed.
 
-    (CIFAR-100 has some pictures twice, so a picture may still be in two splits.)
+    (CIFAR-100 has duplicate images, so an image may still be in two splits.)
 
     Attributes:
-        train: what batches are drawn from.
-        validation: taken from the data set's images for training, as are those of ``train``.
-        test: the data set's own.
-        classes: how many there are.
-        scale: what the brightest pixel would be.
+        train: the images for training.
+        validation: images that are held out from the data set's training images.
+        test: the data set's test images.
+        classes: the number of classes.
+        scale: the value of the brightest possible pixel.
         mean, std: of the channels, as (channels, 1, 1).
     """
 
@@ -54,12 +54,12 @@ class Images(NamedTuple):
     std: Tensor
 
     def inputs(self, images: Tensor) -> Tensor:
-        """Bytes, or numbers of the same range, as a network takes them."""
+        """Normalized inputs for a network, from bytes or from numbers in the same range."""
         return (images / self.scale - self.mean) / self.std
 
     @property
     def padded(self) -> Tensor:
-        """Images for training with black margins."""
+        """Training images with black margins."""
         return F.pad(self.train.images, (PAD, PAD, PAD, PAD))
 
 
@@ -80,11 +80,11 @@ def load_images(problem: Problem, root: Path | None, device: torch.device) -> Im
 
 
 class Draws(NamedTuple):
-    """The random numbers of an epoch of one network.
+    """The random numbers of one network for one epoch.
 
     Attributes:
-        image: (steps, batch), the number of each image, which comes at most once.
-        uniform: (steps, batch, UNIFORM), in [0, 1), for what :func:`augmented` does to it.
+        image: (steps, batch), the index of each image. No index occurs twice.
+        uniform: (steps, batch, UNIFORM), in [0, 1), for :func:`augmented`.
     """
 
     image: Tensor
@@ -92,7 +92,7 @@ class Draws(NamedTuple):
 
 
 def draw(count: int, batch: int, seed: int, epoch: int) -> Draws:
-    """The draws of an epoch, which depend on seed and epoch alone. A last batch that is smaller is left out."""
+    """The draws of an epoch, which depend only on seed and epoch. An incomplete last batch is left out."""
     generator = torch.Generator().manual_seed(number_of("images", seed, epoch))
     steps = count // batch
     image = torch.randperm(count, generator=generator, device="cpu")[: steps * batch].view(steps, batch)
@@ -100,12 +100,12 @@ def draw(count: int, batch: int, seed: int, epoch: int) -> Draws:
 
 
 def number_of(*parts: object) -> int:
-    """A seed made of several, the same in every process."""
+    """A seed derived from several values, the same in every process."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:7], "big")
 
 
 def augmented(padded: Tensor, draws: Draws, scale: int) -> Tensor:
-    """The drawn images in [0, 1], as (…, channels, rows, columns) for draws of (…); ``padded`` has margins of PAD."""
+    """Augmented images in [0, 1], as (…, channels, rows, columns) for draws of (…). ``padded`` has margins of PAD."""
     shape, channels = draws.image.shape, padded.shape[1]
     rows, columns = (size - 2 * PAD for size in padded.shape[2:])
     image, uniform = draws.image.flatten(), draws.uniform.flatten(0, -2)
@@ -121,12 +121,12 @@ def augmented(padded: Tensor, draws: Draws, scale: int) -> Tensor:
 
 @functools.lru_cache
 def constants(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Constants on the device; to copy them each time would stall it."""
+    """Constants on the device. They are cached, since copying them at every call would wait for the device."""
     return torch.tensor(FACTORS, device=device).T, torch.tensor(ORDERS, device=device)
 
 
 def jittered(x: Tensor, factors: Tensor, order: Tensor) -> Tensor:
-    """Each change moves an image away from some grey by its factor: black, the mean of its greys, or the grey of each pixel."""
+    """Colour jitter. Each factor scales the difference from black, from the mean grey, or from the grey of each pixel."""
     for k in range(order.shape[1]):
         kind = order[:, k]
         factor = factors.gather(1, kind[:, None])[:, :, None, None]

@@ -1,4 +1,4 @@
-"""Networks that train together, each as if alone: epochs without synchronization, evaluation, and checkpoints."""
+"""Networks that train together, each as if it were alone: epochs without synchronization, evaluation, and checkpoints."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EVALUATED_AT_ONCE = 2000
 
 
 class Epoch(NamedTuple):
-    """The mean loss of each member in an epoch, the seconds of the epoch, and the seconds of its steps alone."""
+    """The mean loss of each member in an epoch, the seconds of the epoch, and the seconds of only its steps."""
 
     losses: list[float]
     seconds: float
@@ -37,14 +37,14 @@ class Measured(NamedTuple):
 class Members:
     """Networks of one architecture with optimizers of one kind.
 
-    After :meth:`warm_up` all steps run the same code, so that training resumed from a saved state gives the same numbers.
+    After :meth:`warm_up`, all steps run the same code, so that training from a saved state gives the same numbers.
 
     Args:
         models, optimizers: one per member, on the device of ``images``.
-        images: what they learn.
-        is_augmented: whether images for training are shifted, flipped and recoloured.
-        batch: images in a step of one member.
-        precision: one of ``PRECISIONS``; parameters and their averages are float32 in any case.
+        images: the data.
+        is_augmented: whether training images are augmented.
+        batch: the batch size of one member.
+        precision: one of ``PRECISIONS``. Parameters and averages are always float32.
         backend: of :func:`hesscale.compile_step`.
     """
 
@@ -71,7 +71,7 @@ class Members:
 
     @property
     def steps(self) -> int:
-        """Of an epoch; images that are too few for a batch are left out."""
+        """The number of steps in an epoch. An incomplete last batch is left out."""
         return len(self.images.train.labels) // self.batch
 
     def warm_up(self) -> None:
@@ -80,7 +80,7 @@ class Members:
             self.step.warm_up(*self.first_batch())
 
     def first_batch(self) -> tuple[Tensor, Tensor]:
-        """The first images, the same for all members."""
+        """A batch of the first images, the same for all members."""
         first = torch.arange(self.batch, device=self.device).expand(1, len(self.models), self.batch)
         x, y = self.batches(Draws(first, torch.zeros(*first.shape, UNIFORM, device=self.device)))
         return x[0], y[0]
@@ -114,7 +114,7 @@ class Members:
         return images.sub_(self.images.mean).div_(self.images.std), self.images.train.labels[draws.image]
 
     def evaluate(self, members: Sequence[int]) -> list[dict[str, Measured]]:
-        """Loss and accuracy of some members by split: images without changes, of those for training as many as for validation."""
+        """Loss and accuracy of some members by split, without augmentation. As many training as validation images are used."""
         count = len(self.images.validation.labels)
         train = Split(*[tensor[:count] for tensor in self.images.train])
         splits = {"train": train, "validation": self.images.validation, "test": self.images.test}
@@ -128,7 +128,7 @@ class Members:
         ]
 
     def sums(self, model: nn.Module, split: Split) -> Tensor:
-        """Over images: losses, and how many are right."""
+        """The sum of losses, and the number of correct predictions."""
         model.eval()
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
         for images, labels in zip(*[part.split(EVALUATED_AT_ONCE) for part in split], strict=True):
@@ -137,13 +137,13 @@ class Members:
         return total
 
     def state(self, k: int) -> dict[str, Any]:
-        """A copy of all that a member's next epochs depend on."""
+        """A copy of the state that a member's next epochs depend on."""
         return {name: [own(tensor) for tensor in tensors] for name, tensors in self.parts(k).items()} | {
             "step_counts": [group.get("step_count", 0) for group in self.optimizers[k].param_groups]
         }
 
     def load(self, k: int, state: dict[str, Any] | None) -> None:
-        """Load a saved state, or the initial one, in place: the compiled step keeps its tensors."""
+        """Load a saved state, or the initial one, in place, since the compiled step refers to its tensors."""
         optimizer = self.optimizers[k]
         for name, tensors in self.parts(k).items():
             saved = state[name] if state else self.initial[k] if name == "parameters" else [0.0] * len(tensors)
@@ -168,7 +168,7 @@ class Members:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Use the precision asked for, and cuDNN's fastest algorithms."""
+        """Use the chosen precision, and cuDNN's fastest algorithms, inside the block."""
         cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
         before = cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32
         cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32 = True, *[self.precision != "float32"] * 2
@@ -180,7 +180,7 @@ class Members:
 
 
 class Clock:
-    """Seconds: process time on a CPU, which other processes may use too, and wall time on a GPU."""
+    """Measures seconds: process time on a CPU, since other processes may use it too, and wall time on a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.is_gpu = device.type == "cuda"
@@ -188,7 +188,7 @@ class Clock:
         self.marks: list[Any] = []
 
     def mark(self) -> None:
-        """Record the time at which the device gets here: the beginning of an interval, or its end."""
+        """Record the time at which the device reaches this point, as the beginning or the end of an interval."""
         if self.is_gpu:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -197,7 +197,7 @@ class Clock:
             self.marks.append(self.now())
 
     def marked(self) -> float:
-        """The seconds of all intervals; the device must have passed their ends."""
+        """The seconds of all intervals. The device must have reached their ends."""
         pairs = list(zip(self.marks[::2], self.marks[1::2], strict=True))
         return float(sum(begin.elapsed_time(end) / 1000 if self.is_gpu else end - begin for begin, end in pairs))
 

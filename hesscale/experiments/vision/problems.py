@@ -23,11 +23,11 @@ class Problem:
 
     Attributes:
         title: of the network.
-        dataset: as :func:`hesscale.experiments.lab.data.load` knows it.
-        build: the network for so many classes, with an activation and a padding.
-        epochs, batch: in the paper.
-        is_augmented: whether images are shifted, flipped and recoloured.
-        mean, std: of the channels, to be taken away and divided by.
+        dataset: its name in :func:`hesscale.experiments.lab.data.load`.
+        build: returns the network for a number of classes, an activation and a padding.
+        epochs, batch: the number of epochs and the batch size in the paper.
+        is_augmented: whether training images are augmented.
+        mean, std: of the channels, for normalization.
     """
 
     title: str
@@ -40,13 +40,13 @@ class Problem:
     std: tuple[float, ...] = (1.0,)
 
     def network(self, classes: int, seed: int, activation: str = "elu", padding: str = "deepobs") -> nn.Sequential:
-        """The network, whose initial weights depend on ``seed`` alone."""
+        """The network. Its initial weights depend only on ``seed``."""
         with seeded(seed):
             return self.build(classes, ACTIVATIONS[activation], padding)
 
 
 class Mean(nn.Module):
-    """The mean over rows and columns as a product with a frozen parameter, behind which Gauss-Newton methods see the outputs."""
+    """Global average pooling as a product with a frozen parameter, so that its result counts as the model's outputs."""
 
     def __init__(self, channels: int, pixels: int) -> None:
         super().__init__()
@@ -57,12 +57,12 @@ class Mean(nn.Module):
 
 
 def three_c_three_d(classes: int = 100, activation: type[nn.Module] = nn.ELU, padding: str = "deepobs") -> nn.Sequential:
-    """3C3D, with torch's own initialization: three convolutions and three dense layers for images of 32 × 32.
+    """3C3D, with torch's default initialization: three convolutions and three dense layers for images of 32 × 32.
 
-    Without padding, as in the authors' code, the last convolution leaves a single pixel and 128 numbers.
+    Without padding, as in the authors' code, the last convolution leaves a single pixel with 128 channels.
 
-    Pools in ceil mode ignore what is beyond the margin. DeepOBS in PyTorch has zeros there, which is the same after ReLU; after
-    ELU a zero may be the largest of its window.
+    Pooling in ceil mode ignores positions outside of the image. DeepOBS for PyTorch has zeros there. This is the same after ReLU,
+    but after ELU, a zero may be the maximum of its window.
     """
     is_padded = padding == "deepobs"
 
@@ -83,7 +83,7 @@ def deepobs_3c3d(classes: int, activation: type[nn.Module], padding: str) -> nn.
 
 
 def all_cnn_c(classes: int, activation: type[nn.Module], padding: str) -> nn.Sequential:
-    """All-CNN-C: nine convolutions, each with an activation, and the mean over pixels. The authors' code has no padding."""
+    """All-CNN-C: nine convolutions, each with an activation, and global average pooling. The authors' code has no padding."""
 
     def layers() -> Iterator[nn.Module]:
         channels = (3, 96, 96, 96, 192, 192, 192, 192, 192, classes)
@@ -92,7 +92,7 @@ def all_cnn_c(classes: int, activation: type[nn.Module], padding: str) -> nn.Seq
                 yield nn.Dropout(0.2 if k == 0 else 0.5)
             stride = 2 if k in (2, 5) else 1
             if padding == "deepobs" and stride == 2:
-                yield nn.ZeroPad2d((0, 1, 0, 1))  # what TensorFlow's "same" adds to an even number of pixels
+                yield nn.ZeroPad2d((0, 1, 0, 1))  # TensorFlow's "same" padding for an even number of pixels
             around = int(padding == "deepobs" and stride == 1 and k < 6)
             yield nn.Conv2d(inputs, outputs, 3 if k < 7 else 1, stride, around)
             yield activation()
@@ -106,7 +106,7 @@ def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def mnist_mlp(classes: int, activation: type[nn.Module], padding: str) -> nn.Sequential:
-    """Hidden layers of 1000, 500 and 100, from a truncated normal distribution."""
+    """Hidden layers of 1000, 500 and 100, initialized from a truncated normal distribution."""
     model = dense((784, 1000, 500, 100, classes), activation)
     for layer in model:
         if isinstance(layer, nn.Linear):
@@ -116,7 +116,7 @@ def mnist_mlp(classes: int, activation: type[nn.Module], padding: str) -> nn.Seq
 
 
 def digits_mlp(classes: int, activation: type[nn.Module], padding: str) -> nn.Sequential:
-    """Two hidden layers of 64; DeepOBS has nothing as small."""
+    """Two hidden layers of 64, smaller than all networks of DeepOBS."""
     return initialized(dense((64, 64, 64, classes), activation), bias=0.0)
 
 
@@ -126,7 +126,7 @@ def dense(sizes: tuple[int, ...], activation: type[nn.Module]) -> nn.Sequential:
 
 
 def initialized(model: nn.Sequential, bias: float) -> nn.Sequential:
-    """Xavier's normal distribution for convolutions, his uniform one for dense layers."""
+    """Xavier initialization: normal for convolutions, uniform for dense layers."""
     for layer in model:
         if isinstance(layer, nn.Conv2d | nn.Linear):
             (nn.init.xavier_normal_ if isinstance(layer, nn.Conv2d) else nn.init.xavier_uniform_)(layer.weight)

@@ -1,4 +1,4 @@
-"""Training of the networks of several tasks at once, each with its own run: metrics, checkpoints, and divergence."""
+"""Train the networks of several tasks at once, each with its own run: metrics, checkpoints, and divergence."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def run(task: Task, run: Run, data: Path | None) -> Mapping[str, Any]:
 
 
 def run_together(tasks: Sequence[Task], runs: Sequence[Run], data: Path | None) -> list[Mapping[str, Any]]:
-    """Train the networks of several tasks, which differ in step size and seed alone, in one compiled step.
+    """Train the networks of several tasks, which differ only in step size and seed, in one compiled step.
 
-    Each learns what it would learn alone, except that random numbers drawn within steps differ (dropout, GGN-MC, AdaHessian).
-    Tasks that were interrupted after different epochs train separately.
+    Each network is trained as it would be alone, except for random numbers that are drawn within steps (dropout, GGN-MC,
+    AdaHessian). Tasks that were interrupted after different epochs train separately.
     """
     if len({group_key(task) for task in tasks}) > 1:
         raise ValueError("networks can train together only if nothing but their step sizes and seeds differs")
@@ -47,15 +47,15 @@ def run_together(tasks: Sequence[Task], runs: Sequence[Run], data: Path | None) 
 
 @dataclass
 class Progress:
-    """Of one network: seconds are its share of those of all that train together.
+    """The progress of one network. If networks train together, each has an equal share of the seconds.
 
     Attributes:
-        diverged_at: the epoch in which the loss was not finite any more, or more than half of the steps were left out because
-            gradients were not: then the network stands still.
-        epoch_seconds: of each epoch.
-        at_once: how many networks trained together in each epoch: others may be left after an interruption.
-        step_seconds: of all steps.
-        noted: what the optimizer has counted, until then.
+        diverged_at: the first epoch in which the loss was not finite, or more than half of the steps were skipped because
+            gradients were not finite.
+        epoch_seconds: the seconds of each epoch.
+        at_once: how many networks trained together in each epoch. This may change after an interruption.
+        step_seconds: the seconds of all steps.
+        noted: the optimizer's counters at the end of the last epoch.
     """
 
     diverged_at: int | None = None
@@ -65,14 +65,14 @@ class Progress:
     noted: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.at_once = [0] * (len(self.epoch_seconds) - len(self.at_once)) + self.at_once  # not noted by earlier versions
+        self.at_once = [0] * (len(self.epoch_seconds) - len(self.at_once)) + self.at_once  # earlier versions did not record it
 
     @property
     def seconds(self) -> float:
         return sum(self.epoch_seconds)
 
     def add(self, epoch: int, done: Epoch, k: int, together: int, noted: dict[str, float], steps: int) -> None:
-        """Add an epoch of network ``k``, which had so many steps."""
+        """Add an epoch of network ``k`` with this number of steps."""
         self.epoch_seconds.append(done.seconds / together)
         self.at_once.append(together)
         self.step_seconds += done.step_seconds / together
@@ -82,9 +82,11 @@ class Progress:
             self.diverged_at = epoch
 
     def values(self, images: int, together: int) -> dict[str, Any]:
-        """``images`` are those of an epoch, whose pace is that of the median one: others may use the machine now and then.
+        """Results by name. The pace is that of the median epoch, since other processes may use the machine at times.
 
-        Only epochs with so many networks together count for it.
+        Args:
+            images: the number of images in an epoch.
+            together: only epochs in which this number of networks trained together are used for the pace.
         """
         comparable = [seconds for seconds, at_once in zip(self.epoch_seconds, self.at_once, strict=True) if at_once == together]
         pace = images / statistics.median(comparable) if comparable else math.nan
@@ -94,7 +96,7 @@ class Progress:
 
 
 def train(tasks: Sequence[Task], runs: Sequence[Run], images: Images, epoch: int) -> list[dict[str, Any]]:
-    """Train from an epoch on; a network that diverged is not trained any further."""
+    """Train from this epoch to the end. A network that has diverged is not trained any further."""
     members = members_of(tasks, images)
     members.warm_up()
     states = [run.state for run in runs if run.state]
@@ -112,7 +114,7 @@ def train(tasks: Sequence[Task], runs: Sequence[Run], images: Images, epoch: int
         torch.manual_seed(number_of("steps", [(task.seed, task.step_size) for task in tasks], epoch))
         end = members.train(draws)
         epoch += 1
-        draws = draw_all(tasks, images, epoch)  # while the device is busy
+        draws = draw_all(tasks, images, epoch)  # on the CPU, while the device computes
         done = end()
         for k in alive:
             progress[k].add(epoch, done, k, len(tasks), noted(members, k), members.steps)
@@ -138,7 +140,7 @@ def members_of(tasks: Sequence[Task], images: Images) -> Members:
     task, problem = tasks[0], PROBLEMS[tasks[0].problem]
     device = images.train.images.device
     models = [problem.network(images.classes, each.seed, task.activation, task.padding).to(device) for each in tasks]
-    if device.type == "cuda":  # cuDNN's fast kernels have channels last
+    if device.type == "cuda":  # cuDNN's fast kernels need channels last
         for model in models:
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     optimizers = [optimizer_of(each, model) for each, model in zip(tasks, models, strict=True)]
@@ -159,7 +161,7 @@ def log(
     epoch: int,
     losses: Sequence[float] = (),
 ) -> dict[int, dict[str, Measured]]:
-    """Evaluate and log the networks that have not diverged; one whose loss is not finite now has."""
+    """Evaluate and log the networks that have not diverged. A network with a non-finite loss counts as diverged from now on."""
     found = dict(zip(alive, members.evaluate(alive), strict=True))
     for k, measured in found.items():
         if not all(math.isfinite(part.loss) for part in measured.values()):
@@ -175,7 +177,7 @@ def by_name(measured: Mapping[str, Measured]) -> dict[str, float]:
 
 
 def noted(members: Members, k: int) -> dict[str, float]:
-    """What an optimizer has counted: steps left out, and the share that a trust region made shorter."""
+    """The optimizer's counters: skipped steps, and the fraction of steps that a trust region shortened."""
     optimizer: Any = members.optimizers[k]
     values = {"nonfinite_steps": optimizer.nonfinite_steps} if hasattr(optimizer, "nonfinite_steps") else {}
     shares = getattr(optimizer, "scaled_share", {})
@@ -183,7 +185,7 @@ def noted(members: Members, k: int) -> dict[str, float]:
 
 
 def save(members: Members, runs: Sequence[Run], progress: Sequence[Progress], epoch: int) -> None:
-    """Write all checkpoints before a :class:`Pause` of any of them is raised."""
+    """Write the checkpoints of all runs, before a :class:`Pause` of any of them is raised."""
     pause: Pause | None = None
     for k, run in enumerate(runs):
         try:

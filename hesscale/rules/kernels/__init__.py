@@ -18,21 +18,21 @@ from ...errors import CurvatureWarning
 def has_triton() -> bool:
     try:
         return importlib.util.find_spec("triton") is not None
-    except ValueError:  # something else that is called triton
+    except ValueError:  # another module is called triton
         return False
 
 
 HAS_TRITON = has_triton()
 MIN_SOFTMAX_SIZE = 128  # for shorter rows, PyTorch's operators are faster
-MAX_HEAD_SIZE = 128  # blocks of rows have to fit into memory on the chip, and so do rows that are normalized
-MAX_NORM_SIZE = 2**14
+MAX_HEAD_SIZE = 128  # blocks of rows have to fit into on-chip memory
+MAX_NORM_SIZE = 2**14  # rows have to fit into on-chip memory
 
 
 _found_usable: dict[torch.device, bool] = {}
 
 
 def can_replace(x: Tensor) -> bool:
-    """Whether kernels can replace PyTorch's operators on x. Under a compiler they do not, since it generates kernels itself."""
+    """Whether kernels can replace PyTorch's operators on x. They do not under a compiler, which generates its own kernels."""
     is_fit = x.is_cuda and x.dtype != torch.float64 and x.numel() > 0 and is_plain(x)
     return is_fit and not torch.compiler.is_compiling() and is_usable(x.device)
 
@@ -43,7 +43,7 @@ def is_plain(x: Tensor) -> bool:
 
 
 def is_usable(device: torch.device) -> bool:
-    """Whether Triton can compile kernels for this GPU, which must support bfloat16. This is tried once, but not in a trace."""
+    """Whether Triton can compile kernels for this GPU, which must support bfloat16. It is tried once, outside of traces."""
     if device not in _found_usable:
         if not HAS_TRITON or torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):
             _found_usable[device] = False
@@ -55,7 +55,7 @@ def is_usable(device: torch.device) -> bool:
 
 
 def compiles(device: torch.device) -> bool:
-    """Try the smallest kernel. It fails, for example, on a machine without a C compiler, which Triton needs."""
+    """Try to compile the smallest kernel. This fails, for example, without a C compiler, which Triton needs."""
     try:
         log_softmax_share(torch.zeros(1, 2, device=device), None, torch.ones(1, 2, device=device))
     except Exception as error:
@@ -84,7 +84,7 @@ def norm_shares(
     return launch(x, mean, scale, weight, s, g, is_centred)
 
 
-# This is a PyTorch operator so that it can be traced: no compiler turns the operators of the rule into such kernels.
+# This is registered as a PyTorch operator to make it traceable. No compiler fuses the operators of the rule into such kernels.
 @torch.library.custom_op(
     "hesscale::attention_shares",
     mutates_args=(),

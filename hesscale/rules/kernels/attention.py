@@ -1,7 +1,7 @@
 """Triton kernels for the shares of attention in bfloat16 on a GPU.
 
-They compute what :mod:`hesscale.rules.attention` computes in blocks, but never write any part of P to memory. The factors of
-products are in bfloat16, and sums are in single precision. All tensors are contiguous, of shape (batch · heads, length, size).
+They compute the same shares as :mod:`hesscale.rules.attention`, but never write any part of P to memory. The factors of products
+are in bfloat16, and sums are in single precision. All tensors are contiguous, of shape (batch · heads, length, size).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def scores_of(q, k, rows, columns, column_count, scale, IS_CAUSAL: tl.constexpr)
 
 @triton.jit
 def share_of_scores(p, v, s, g, mean, total, HAS_S: tl.constexpr, HAS_G: tl.constexpr):
-    """w − 2 p w + p² Σ_k s_k p_k² with w = s p² + p (g − mean), where s and g are those of P"""
+    """w − 2 p w + p² Σ_k s_k p_k² with w = s p² + p (g − mean), for s and g at P"""
     w = tl.zeros_like(p)
     if HAS_S:
         w += p * p * tl.dot(s, tl.trans(v * v))
@@ -146,7 +146,7 @@ def launch(
     q: Tensor, k: Tensor, v: Tensor, s: Tensor | None, g: Tensor | None, mean: Tensor | None, scale: float, is_causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The shares of Q, K and V, given s and g at O, and Σ g O over each row."""
-    # This is done here and not earlier: a tensor that is contiguous in a trace may not be contiguous when the graph runs.
+    # Tensors are made contiguous here, since a tensor that is contiguous in a trace may not be contiguous when the graph runs.
     q, k, v, s, g, mean = (None if x is None else x.contiguous() for x in (q, k, v, s, g, mean))
     (heads, rows, size), columns = q.shape, k.shape[1]
     log_sum, total = (torch.empty(heads, rows, device=q.device) for _ in range(2))

@@ -63,7 +63,7 @@ def test_derivatives_of_tanh_on_a_cpu():
     torch.testing.assert_close(second.double(), -2 * y * exact, rtol=0, atol=8e-7)
 
 
-def test_only_float32_has_functions_of_its_own():
+def test_only_float32_functions_are_replaced():
     x = torch.linspace(-3, 3, 101, dtype=torch.float64)
     graph = trace(lambda x: [torch.tanh(x)], [x])
     assert torch.equal(with_own_math(graph)(x)[0], torch.tanh(x))
@@ -71,7 +71,7 @@ def test_only_float32_has_functions_of_its_own():
 
 @pytest.mark.slow
 @has_compiler
-def test_the_fault_is_still_there_that_expm1_loses_its_digits_next_to_0():
+def test_pytorch_bug_expm1_loses_digits_near_0():
     """TorchInductor's C++ code computes expm1(x) as exp(x) - 1, so expm1(1e-9) is 0.
 
     Once it does not, :func:`expm1` of ``cpu_math.py`` can go.

@@ -1,4 +1,4 @@
-"""Random numbers set apart from a graph are those that it would have drawn."""
+"""Random numbers that are drawn outside of a graph are those that the graph would have drawn."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def in_place(x: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("function", [dropped, of_many_kinds, nothing_left, in_place])
-def test_numbers_are_those_that_the_graph_would_have_drawn(function):
+def test_separate_draws_give_the_numbers_of_the_graph(function):
     torch.manual_seed(0)
     x = torch.randn(6, 4, dtype=torch.float64).t()
     graph = trace(function, [x])
@@ -82,7 +82,7 @@ def once(x: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("function", [by_values, over_numbers, into_what_is_used, evaluated, once])
-def test_other_graphs_stay_as_they_are(function):
+def test_other_graphs_are_not_changed(function):
     graph = trace(function, [torch.randn(3, 2)])
     assert any(map(is_draw, graph.graph.nodes))
     apart, draws = separate_draws(graph)
@@ -97,7 +97,7 @@ def with_numbers_that_depend_on_nothing(x: Tensor) -> list[Tensor]:
 
 @slow
 @has_compiler
-def test_the_fault_is_still_there_before_torch_2_12():
+def test_pytorch_bug_draws_are_reordered_before_2_12():
     """TorchInductor of torch 2.11 draws ``rand``, which depends on nothing, where it likes: other draws get its numbers.
 
     torch 2.13 draws in order. The file ``draw_order.py`` can go when torch 2.11 is no longer supported.

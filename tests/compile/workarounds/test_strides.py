@@ -19,7 +19,7 @@ def mixed_strides() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last), torch.randn(2, 3, 4, 4)
 
 
-def test_the_fault_is_still_there_that_fake_tensors_have_other_strides():
+def test_pytorch_bug_fake_tensors_have_other_strides():
     """elu_backward gives its result the strides of the gradient; a fake tensor has those of the input.
 
     Once both agree, for all operators whose gradient and input may lie differently in memory, the file ``strides.py`` can go.
@@ -66,7 +66,7 @@ def read_through_the_view(g, x):
 
 
 @pytest.mark.parametrize("function", [written_through_the_view, read_through_the_view])
-def test_views_through_which_a_change_is_seen_stay(function):
+def test_views_that_must_see_later_changes_are_kept(function):
     contiguous = [tensor.contiguous() for tensor in mixed_strides()]
     graph = trace(function, contiguous)
     torch.testing.assert_close(graph(*contiguous), function(*contiguous))

@@ -1,4 +1,4 @@
-"""Random numbers under vmap: other ones for each of those that are mapped over, from the same distributions."""
+"""Random numbers under vmap: different for each member, from the same distributions."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ DRAWS = {
 
 
 def mapped(draw):
-    """What two members get that share everything they draw by."""
+    """The draws of two members with equal arguments."""
     own = torch.zeros(2)
     graph = functional(trace(lambda own: draw() + own.sum(), [own]), [own])
     return torch.func.vmap(graph, randomness="different")(own.expand(2, 2))
 
 
 @pytest.mark.parametrize("name", DRAWS)
-def test_members_draw_apart_from_the_same_distribution(name):
+def test_members_draw_independently_from_the_same_distribution(name):
     torch.manual_seed(0)
     first, second = mapped(DRAWS[name])
     assert not torch.equal(first, second)
@@ -49,7 +49,7 @@ def test_members_draw_apart_from_the_same_distribution(name):
     "draw",
     [lambda: torch.empty(3).cauchy_(), lambda: torch.empty(3).geometric_(0.5), lambda: F.rrelu(-torch.ones(3), training=True)],
 )
-def test_what_would_be_the_same_for_all_is_refused(draw):
+def test_draws_that_would_be_equal_for_all_members_are_refused(draw):
     with pytest.raises(CannotTrace, match="vmap would draw the same for all"):
         mapped(draw)
 
@@ -57,7 +57,7 @@ def test_what_would_be_the_same_for_all_is_refused(draw):
 # ------------------------------------------------------------------------------------------- the faults, each of torch.func.vmap
 
 
-def test_the_fault_is_still_there_in_slice_scatter():
+def test_pytorch_bug_slice_scatter_overflows():
     """An end that is far out, as in ``x[2:] = y``, overflows: vmap adds to it. Without vmap it is clipped."""
 
     def write(x, y):
@@ -69,15 +69,15 @@ def test_the_fault_is_still_there_in_slice_scatter():
         torch.func.vmap(write)(x, y)
 
 
-def test_the_fault_is_still_there_in_index_fill():
-    """Where only the value is mapped, all are filled with the last of many values."""
+def test_pytorch_bug_index_fill_uses_the_last_value():
+    """If only the value is mapped, all members get the last value."""
     x, index, values = torch.zeros(3), torch.tensor([0, 2]), torch.tensor([1.0, 2.0])
     found = torch.func.vmap(lambda value: aten.index_fill.int_Tensor(x, 0, index, value))(values)
     assert found.tolist() == [[2, 0, 2], [2, 0, 2]]  # the first should be [1, 0, 1]
 
 
-def test_the_fault_is_still_there_in_the_gradient_of_cdist():
-    """Where only the gradient is mapped, the result is right for the first of those that are mapped alone."""
+def test_pytorch_bug_cdist_backward_is_wrong():
+    """If only the gradient is mapped, the result is correct only for the first member."""
     torch.manual_seed(0)
     x, y, g = torch.randn(3, 2), torch.randn(4, 2), torch.randn(2, 3, 4)
 
@@ -90,14 +90,14 @@ def test_the_fault_is_still_there_in_the_gradient_of_cdist():
 
 
 @pytest.mark.parametrize("draw", [aten.normal_functional.default, aten.uniform.default, aten.exponential.default], ids=str)
-def test_the_fault_is_still_there_in_draws_into_a_tensor_that_is_not_mapped(draw):
+def test_pytorch_bug_draws_into_unmapped_tensors_are_equal(draw):
     """vmap draws once for all, though with ``randomness="different"`` each should get numbers of its own."""
     torch.manual_seed(0)
     first, second = torch.func.vmap(lambda own: draw(torch.zeros(5)) + own, randomness="different")(torch.zeros(2))
     assert torch.equal(first, second)
 
 
-def test_the_fault_is_still_there_in_the_same_masks_for_all():
+def test_pytorch_bug_bernoulli_with_the_same_randomness_raises():
     """vmap refuses ``randomness="same"`` for a tensor that it maps over, of which only the shape matters."""
     with pytest.raises(RuntimeError, match="same randomness with a batched tensor input"):
         torch.func.vmap(lambda x: aten.bernoulli.p(x, 0.5), randomness="same")(torch.zeros(2, 5))
@@ -108,7 +108,7 @@ def test_the_fault_is_still_there_in_the_same_masks_for_all():
 
 @pytest.mark.parametrize("how", ["vmap", "abreast"])
 @pytest.mark.parametrize("options", [{}, {"per_sample": True}])
-def test_members_draw_labels_of_their_own(how, options):
+def test_members_draw_independent_labels(how, options):
     models = [nn.Linear(4, 3) for _ in range(3)]
     for model in models[1:]:
         model.load_state_dict(models[0].state_dict())
