@@ -325,6 +325,7 @@ def test_trust_radii_adapt_to_the_divergence_from_the_old_policy(monkeypatch):
         factors = [min(max(1e-4 / float(part), 0.5), 2.0) for part in parts.values()]
         radii = [float(group["trust_radius"]) for group in learning.optimizers[k].param_groups]
         assert radii == pytest.approx([1e-6 * factor for factor in (*factors, 1.0)], rel=1e-4)  # the critic's stays
+        assert learning.trust_metrics(k)["trust/radius_mean"] == radii[0]
 
 
 @pytest.mark.parametrize("count", [1, 2])

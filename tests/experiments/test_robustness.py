@@ -322,7 +322,10 @@ def test_an_adaptive_radius_is_a_separate_method():
     assert {row[1] for row in section.items[0].rows} == labels.keys() - {"untrained"}
     assert "at first, where it adapts to a KL divergence" in section.text
     (plot,) = [item for item in section.items if item.name == "ppo-by-radius"]
-    assert plot.series[0].x == [1e-8, 1e-6]
+    assert [(line.label, line.x) for line in plot.series[:2]] == [
+        ("Scaled Adam, α = 1", [1e-8, 1e-6]),
+        ("Scaled Adam, KL = 0.01, α = 1", [1e-8]),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -51,21 +51,21 @@ def shortened_share(shares: Sequence[float]) -> str:
 
 def by_radius(known: list[Scores], over_all: OverAll, algo: str, end: str) -> list[Plot]:
     """IQM by trust radius, with a line for each scaled optimizer and step size, if there are several radii."""
-    lines: dict[tuple[str, float], dict[float, Estimate]] = {}
+    lines: dict[tuple[Method, float], dict[float, Estimate]] = {}  # by the method without its radius, and the step size
     for method, points in over_all.items():
         for size, at in points.items():
-            if method.trust_radius is not None and not method.target_kl:
-                lines.setdefault((method.optimizer, size), {})[method.trust_radius] = at
+            if method.trust_radius is not None:
+                lines.setdefault((method._replace(trust_radius=None), size), {})[method.trust_radius] = at
     radii = sorted({radius for line in lines.values() for radius in line})
     if len(radii) < 2:
         return []
     series = []
-    for (name, size), line in lines.items():
+    for (method, size), line in lines.items():
         line = dict(sorted(line.items()))
         ends = [at.interval or (at.iqm, at.iqm) for at in line.values()]
-        label, colour = f"{AGENT_OPTIMIZERS[name].label}, α = {compact(size)}", AGENT_OPTIMIZERS[name].colour
+        label = f"{method.label}, α = {compact(size)}"
         middle, low, high = [at.iqm for at in line.values()], [e[0] for e in ends], [e[1] for e in ends]
-        series.append(Series(label, list(line), middle, low, high, colour=colour))
+        series.append(Series(label, list(line), middle, low, high, colour=method.colour, dashed=bool(method.target_kl)))
     if best := aggregate_tuned(known, ADAM):
         series.append(
             Series(

@@ -193,10 +193,12 @@ class Algorithm:
         return values[:, : self.rollout], values[:, self.rollout :]
 
     def trust_metrics(self, k: int) -> dict[str, float]:
-        """η of an agent's last step, and the fraction of its steps with η < 1, for each network."""
-        found: dict[str, float] = {}
-        for name, eta in zip(self.agents[k].networks, self.optimizers[k].eta, strict=False):
-            found |= {} if eta is None else {f"trust/eta_{name}": float(eta)}
+        """η of an agent's last step, the fraction of its steps with η < 1, and radii that adapt, for each network."""
+        names, optimizer = list(self.agents[k].networks), self.optimizers[k]
+        found = {f"trust/eta_{name}": float(eta) for name, eta in zip(names, optimizer.eta, strict=False) if eta is not None}
+        if self.config.target_kl:
+            radii = [float(group["trust_radius"]) for group in optimizer.param_groups]
+            found |= {f"trust/radius_{name}": radius for name, radius in zip(names, radii, strict=True)}
         return found | {f"trust/scaled_share_{name}": share for name, share in self.scaled_shares(k).items()}
 
     def scaled_shares(self, k: int) -> dict[str, float]:
