@@ -5,6 +5,7 @@ Sums, powers and types have the order and the precision that they have in gymnas
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,8 @@ class Robot:
 
     def __init__(self, env: Any) -> None:
         self.env = env
-        self.dt = env.dt
+        self.dt = np.array(env.dt)  # numpy takes twice as long for a Python number as for an array in operations this small
+        self.forward = np.array(getattr(env, "_forward_reward_weight", 1.0))
         self.nq, self.nv, self.size = env.model.nq, env.model.nv, env.model.nu
         self.first = self.skipped if getattr(env, "_exclude_current_positions_from_observation", False) else 0
 
@@ -53,7 +55,10 @@ class Robot:
 
     def moved(self, was: Array, now: Array) -> Array:
         """The reward for the way x that was gone."""
-        return self.env._forward_reward_weight * ((now - was) / self.dt)
+        way = now - was
+        way /= self.dt
+        way *= self.forward
+        return way
 
 
 class HalfCheetah(Robot):
@@ -72,24 +77,25 @@ class Swimmer(HalfCheetah):
 class Walker2d(Robot):
     def __init__(self, env: Any) -> None:
         super().__init__(env)
-        self.least = np.array([-np.inf] * (self.nq - self.first) + [-10.0] * self.nv)  # of what is observed
-        self.healthy = np.array([env._healthy_z_range, env._healthy_angle_range])  # bounds of qpos from the second on
+        least = np.array([[-np.inf] * (self.nq - self.first) + [-10.0] * self.nv])
+        self.bounds = least, -least  # of what is observed
+        self.healthy = np.array([[env._healthy_z_range, env._healthy_angle_range]])  # bounds of qpos from the second on
 
     def judge(self, was: Array, now: Array, actions: Array) -> tuple[Array, Array, Array]:
-        low, high = self.healthy.T
-        state = now[:, 1 : 1 + len(low)]
+        low, high = self.healthy[:, :, 0], self.healthy[:, :, 1]
+        state = now[:, 1 : 1 + low.size]
         healthy = every((low < state) & (state < high))
         rewards = self.moved(was[:, 0], now[:, 0]) + healthy * self.env._healthy_reward - self.effort(actions)
-        return clip(now[:, self.first :], self.least, -self.least), rewards, self.ends(healthy)
+        return clip(now[:, self.first :], *self.bounds), rewards, self.ends(healthy)
 
 
 class Hopper(Walker2d):
     def __init__(self, env: Any) -> None:
         super().__init__(env)
-        z, angle = self.healthy
+        z, angle = self.healthy[0]
         low, high = env._healthy_state_range
         state = [env._healthy_state_range] * (self.nq + self.nv - 3)
-        self.healthy = np.array([z, (max(low, angle[0]), min(high, angle[1])), *state])
+        self.healthy = np.array([[z, (max(low, angle[0]), min(high, angle[1])), *state]])
 
 
 class Ant(Robot):
@@ -228,16 +234,24 @@ class Reacher(Robot):
 
 def squares(x: Array) -> Array:
     """Sums of squares of rows, each added up as an array of its own would be."""
-    return np.add.reduce(np.square(x, order="C"), axis=1)
+    return np.add.reduce(np.square(np.ascontiguousarray(x)), axis=1)
 
 
 def weighted(weight: float, x: Array) -> Array:
     """weight · x of the type that it has for a scalar; numpy before 2.0 has another one for arrays."""
-    return weight * x.astype(type(weight * x.dtype.type(0)), copy=False)
+    factor = scalar(weight, x.dtype)
+    return factor * x.astype(factor.dtype, copy=False)
+
+
+@functools.lru_cache(typed=True)
+def scalar(weight: float, dtype: Any) -> Array:
+    """A weight as an array of the type of its product with a scalar."""
+    return np.array(weight, type(weight * dtype.type(0)))
 
 
 def clip(x: Array, low: Any, high: Any) -> Array:
-    return np.minimum(np.maximum(x, low), high)
+    above = np.maximum(x, low)
+    return np.minimum(above, high, out=above)
 
 
 def every(x: Array) -> Array:

@@ -134,7 +134,7 @@ class VectorEnv:
             raise ValueError(f"{name} has actions of {type(self.actions).__name__}, but policies exist for Box and Discrete only")
         count, size = len(seeds), math.prod(space.shape)
         self.size, self.inputs = size, size + time_feature
-        self.limit = (first.spec.max_episode_steps if first.spec else None) or DEFAULT_LENGTH
+        self.limit: Array = np.array(float((first.spec.max_episode_steps if first.spec else None) or DEFAULT_LENGTH))
         self.draws = [action_generator(seed) for seed in seeds]
         self.moments = Moments(count, size + 1)  # of observations and, in the last column, of discounted returns
         if not self.is_discrete:  # bounds of the shape of actions, since numpy is slow where shapes differ
@@ -143,7 +143,7 @@ class VectorEnv:
         self.discount: Array = np.array(gamma)
         self.discounted: Array = np.zeros(count)
         self.steps = 0
-        self.begun: Array = np.zeros(count, int)  # the steps before the current episodes
+        self.begun: Array = np.zeros(count)  # the steps before the current episodes
         self.totals: Array = np.zeros(count)
         self.finished: list[list[tuple[float, int]]] = [[] for _ in seeds]
         self.diverged_at: list[int | None] = [None] * count
@@ -271,7 +271,9 @@ class VectorEnv:
         inputs = np.empty((len(x), self.inputs), np.float32)
         inputs[:, : self.size] = x
         if self.time_feature:
-            inputs[:, -1] = 1 - (self.steps - self.begun[rows]) / self.limit
+            passed = self.steps - self.begun[rows]
+            passed /= self.limit
+            inputs[:, -1] = ONE - passed
         return inputs
 
     def state(self, k: int) -> dict[str, Any]:
