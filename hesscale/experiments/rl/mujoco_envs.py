@@ -191,24 +191,21 @@ class InvertedPendulum(Robot):
 
 class InvertedDoublePendulum(Robot):
     has_normal_noise = True
+    bounds = np.array(-10.0), np.array(10.0)  # of velocities and of the constraint's force, where they are observed
 
     def after(self, data: Any) -> list[Array]:
         return [data.qpos, data.qvel, data.qfrc_constraint[:1], data.site_xpos[0]]
 
     def judge(self, was: Array, now: Array, actions: Array) -> tuple[Array, Array, Array]:
-        angles, y = now[:, 1 : self.nq].copy(), now[:, -1]
-        terminated = y <= 1
-        rewards = [
-            # of single numbers, since x² is pow(x, 2) for them and x · x for arrays, which differ in the last bit now and then
-            alive - (0.01 * x**2 + (y - 2) ** 2) - (1e-3 * v**2 + 5e-3 * w**2)
-            for alive, x, y, v, w in zip(
-                (self.env._healthy_reward * ~terminated).tolist(),
-                *now[:, [-3, -1, self.nq + 1, self.nq + 2]].T.tolist(),
-                strict=True,
-            )
-        ]
-        clipped = clip(now[:, self.nq : -3], -10.0, 10.0)
-        return np.concatenate([now[:, :1], np.sin(angles), np.cos(angles), clipped], axis=1), np.array(rewards), terminated
+        angles, alive = now[:, 1 : self.nq].copy(), self.env._healthy_reward
+        rewards, terminated = [], []
+        # of single numbers, since x² is pow(x, 2) for them and x · x for arrays, which differ in the last bit now and then
+        for row in now.tolist():
+            x, y, v, w = row[-3], row[-1], row[self.nq + 1], row[self.nq + 2]
+            terminated.append(y <= 1)
+            rewards.append(alive * (not y <= 1) - (0.01 * x**2 + (y - 2) ** 2) - (1e-3 * v**2 + 5e-3 * w**2))
+        parts = now[:, :1], np.sin(angles), np.cos(angles), clip(now[:, self.nq : -3], *self.bounds)
+        return np.concatenate(parts, axis=1), np.array(rewards), np.array(terminated, bool)
 
 
 class Reacher(Robot):

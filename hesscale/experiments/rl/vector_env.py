@@ -125,6 +125,7 @@ class VectorEnv:
         self.environments = environments([make(name) for _ in seeds])
         first = self.environments.envs[0]
         space, self.actions = first.observation_space, first.action_space
+        self.is_discrete = isinstance(self.actions, spaces.Discrete)
         if not isinstance(space, spaces.Box):
             raise ValueError(
                 f"{name} has observations of {type(space).__name__}, but the networks here need a Box; "
@@ -137,7 +138,7 @@ class VectorEnv:
         self.limit: Array = np.array(float((first.spec.max_episode_steps if first.spec else None) or DEFAULT_LENGTH))
         self.draws = [action_generator(seed) for seed in seeds]
         self.moments = Moments(count, size + 1)  # of observations and, in the last column, of discounted returns
-        if not self.is_discrete:  # bounds of the shape of actions, since numpy is slow where shapes differ
+        if isinstance(self.actions, spaces.Box):  # bounds of the shape of actions, since numpy is slow where shapes differ
             self.low, self.high = (np.repeat(bound[None], count, 0) for bound in (self.actions.low, self.actions.high))
         self.seen, self.returns = self.moments.columns(slice(size)), self.moments.columns(slice(size, None))
         self.discount: Array = np.array(gamma)
@@ -151,10 +152,6 @@ class VectorEnv:
         self.rows: Any = slice(None)  # the same, as an index of arrays
         self.observations: Array = np.empty((count, self.inputs), np.float32)
         self.observations[:] = self.see(self.rows, np.stack([self.environments.reset(k, seed) for k, seed in enumerate(seeds)]))
-
-    @property
-    def is_discrete(self) -> bool:
-        return isinstance(self.actions, spaces.Discrete)
 
     @property
     def outputs(self) -> int:
@@ -202,11 +199,10 @@ class VectorEnv:
         Returns the next observations, the rewards, and whether episodes terminated and whether they ended.
         """
         rows, going = self.rows, self.active
-        if isinstance(self.actions, spaces.Discrete):
+        if self.is_discrete:
             given = actions + self.actions.start
         else:
-            count = len(actions)
-            given = clipped(actions.reshape(count, *self.actions.shape), self.low[:count], self.high[:count])
+            given = clipped(actions.reshape(len(actions), *self.actions.shape), self.low[rows], self.high[rows])
         raw, rewards, terminated, truncated = self.environments.step(given, going)
         if not is_finite(rewards):
             odd = rewards[~np.isfinite(rewards)][0]
@@ -268,7 +264,7 @@ class VectorEnv:
 
     def as_inputs(self, rows: Any, x: Array) -> Array:
         """What agents see: observations and, with ``time_feature``, the share of the episode that is left."""
-        inputs = np.empty((len(x), self.inputs), np.float32)
+        inputs: Array = np.empty((len(x), self.inputs), np.float32)
         inputs[:, : self.size] = x
         if self.time_feature:
             passed = self.steps - self.begun[rows]
