@@ -120,8 +120,8 @@ class VectorEnv:
         time_feature: bool = False,
         reset_returns: bool = True,
     ) -> None:
-        self.name, self.gamma, self.normalize, self.time_feature = name, gamma, normalize, time_feature
-        self.reset_returns = reset_returns
+        self.name, self.normalize, self.time_feature, self.reset_returns = name, normalize, time_feature, reset_returns
+        self.gamma: Array = np.array(gamma)
         self.environments = environments([make(name) for _ in seeds])
         first = self.environments.envs[0]
         space, self.actions = first.observation_space, first.action_space
@@ -141,7 +141,6 @@ class VectorEnv:
         if isinstance(self.actions, spaces.Box):  # bounds of the shape of actions, since numpy is slow where shapes differ
             self.low, self.high = (np.repeat(bound[None], count, 0) for bound in (self.actions.low, self.actions.high))
         self.seen, self.returns = self.moments.columns(slice(size)), self.moments.columns(slice(size, None))
-        self.discount: Array = np.array(gamma)
         self.discounted: Array = np.zeros(count)
         self.steps = 0
         self.begun: Array = np.zeros(count)  # the steps before the current episodes
@@ -244,7 +243,7 @@ class VectorEnv:
         if not self.normalize:
             return self.see(rows, raw), rewards
         self.check(raw)
-        discounted = self.discounted[rows] * self.discount
+        discounted = self.discounted[rows] * self.gamma
         if not self.reset_returns:
             discounted *= ~terminated
         discounted += rewards
