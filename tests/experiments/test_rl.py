@@ -32,7 +32,7 @@ from hesscale.experiments.rl.networks import AgentBatch, Categorical, Gaussian  
 from hesscale.experiments.rl.ppo import PPO  # noqa: E402
 from hesscale.experiments.rl.returns import gae, n_step_returns  # noqa: E402
 from hesscale.experiments.rl.tuning_free import PACKAGES  # noqa: E402
-from hesscale.experiments.rl.vector_env import Rollout, VectorEnv  # noqa: E402
+from hesscale.experiments.rl.vector_env import Rollout, VectorEnv, is_finite  # noqa: E402
 from hesscale.optim import CurvatureOptimizer  # noqa: E402
 
 EXPERIMENT = rl.EXPERIMENT
@@ -191,6 +191,13 @@ def test_rewards_can_be_normalized_as_in_gymnasium():
         assert found == pytest.approx(float(np.clip(reward, -10, 10)), rel=1e-4)
         if terminated or truncated:
             other.reset()
+
+
+def test_numbers_whose_squares_overflow_are_finite():
+    for x in (np.array([[1e200, -1e300]]), np.array([1e30, 1], np.float32), np.zeros((0, 3))):
+        assert is_finite(x)
+    for x in (np.nan, np.inf, -np.inf):
+        assert not is_finite(np.array([[0.0, x]]))
 
 
 def test_actions_are_clipped_and_the_time_left_is_observed():

@@ -5,6 +5,7 @@ Sums, powers and dtypes have the same order and precision as in gymnasium for a 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,8 @@ class Robot:
 
     def __init__(self, env: Any) -> None:
         self.env = env
-        self.dt = env.dt
+        self.dt = np.array(env.dt)  # numpy takes twice as long for a Python number as for an array in operations this small
+        self.forward = np.array(getattr(env, "_forward_reward_weight", 1.0))
         self.nq, self.nv, self.size = env.model.nq, env.model.nv, env.model.nu
         self.first = self.skipped if getattr(env, "_exclude_current_positions_from_observation", False) else 0
 
@@ -53,7 +55,10 @@ class Robot:
 
     def moved(self, was: Array, now: Array) -> Array:
         """The reward for moving forward."""
-        return self.env._forward_reward_weight * ((now - was) / self.dt)
+        reward = now - was
+        reward /= self.dt
+        reward *= self.forward
+        return reward
 
 
 class HalfCheetah(Robot):
@@ -72,24 +77,25 @@ class Swimmer(HalfCheetah):
 class Walker2d(Robot):
     def __init__(self, env: Any) -> None:
         super().__init__(env)
-        self.least = np.array([-np.inf] * (self.nq - self.first) + [-10.0] * self.nv)  # lower bounds of observations
-        self.healthy = np.array([env._healthy_z_range, env._healthy_angle_range])  # bounds of qpos[1:]
+        least = np.array([[-np.inf] * (self.nq - self.first) + [-10.0] * self.nv])
+        self.bounds = least, -least  # of observations
+        self.healthy = np.array([[env._healthy_z_range, env._healthy_angle_range]])  # bounds of qpos[1:]
 
     def judge(self, was: Array, now: Array, actions: Array) -> tuple[Array, Array, Array]:
-        low, high = self.healthy.T
-        state = now[:, 1 : 1 + len(low)]
+        low, high = self.healthy[:, :, 0], self.healthy[:, :, 1]
+        state = now[:, 1 : 1 + low.size]
         healthy = every((low < state) & (state < high))
         rewards = self.moved(was[:, 0], now[:, 0]) + healthy * self.env._healthy_reward - self.effort(actions)
-        return clip(now[:, self.first :], self.least, -self.least), rewards, self.ends(healthy)
+        return clip(now[:, self.first :], *self.bounds), rewards, self.ends(healthy)
 
 
 class Hopper(Walker2d):
     def __init__(self, env: Any) -> None:
         super().__init__(env)
-        z, angle = self.healthy
+        z, angle = self.healthy[0]
         low, high = env._healthy_state_range
         state = [env._healthy_state_range] * (self.nq + self.nv - 3)
-        self.healthy = np.array([z, (max(low, angle[0]), min(high, angle[1])), *state])
+        self.healthy = np.array([[z, (max(low, angle[0]), min(high, angle[1])), *state]])
 
 
 class Ant(Robot):
@@ -185,24 +191,21 @@ class InvertedPendulum(Robot):
 
 class InvertedDoublePendulum(Robot):
     has_normal_noise = True
+    bounds = np.array(-10.0), np.array(10.0)  # of velocities and of the constraint's force in observations
 
     def after(self, data: Any) -> list[Array]:
         return [data.qpos, data.qvel, data.qfrc_constraint[:1], data.site_xpos[0]]
 
     def judge(self, was: Array, now: Array, actions: Array) -> tuple[Array, Array, Array]:
-        angles, y = now[:, 1 : self.nq].copy(), now[:, -1]
-        terminated = y <= 1
-        rewards = [
-            # Computed for single numbers: x² is pow(x, 2) for them and x · x for arrays, and the last bit may differ.
-            alive - (0.01 * x**2 + (y - 2) ** 2) - (1e-3 * v**2 + 5e-3 * w**2)
-            for alive, x, y, v, w in zip(
-                (self.env._healthy_reward * ~terminated).tolist(),
-                *now[:, [-3, -1, self.nq + 1, self.nq + 2]].T.tolist(),
-                strict=True,
-            )
-        ]
-        clipped = clip(now[:, self.nq : -3], -10.0, 10.0)
-        return np.concatenate([now[:, :1], np.sin(angles), np.cos(angles), clipped], axis=1), np.array(rewards), terminated
+        angles, alive = now[:, 1 : self.nq].copy(), self.env._healthy_reward
+        rewards, terminated = [], []
+        # Computed for single numbers: x² is pow(x, 2) for them and x · x for arrays, and the last bit may differ.
+        for row in now.tolist():
+            x, y, v, w = row[-3], row[-1], row[self.nq + 1], row[self.nq + 2]
+            terminated.append(y <= 1)
+            rewards.append(alive * (not y <= 1) - (0.01 * x**2 + (y - 2) ** 2) - (1e-3 * v**2 + 5e-3 * w**2))
+        parts = now[:, :1], np.sin(angles), np.cos(angles), clip(now[:, self.nq : -3], *self.bounds)
+        return np.concatenate(parts, axis=1), np.array(rewards), np.array(terminated, bool)
 
 
 class Reacher(Robot):
@@ -228,16 +231,24 @@ class Reacher(Robot):
 
 def squares(x: Array) -> Array:
     """Sums of squares of rows, with the same rounding as for separate arrays."""
-    return np.add.reduce(np.square(x, order="C"), axis=1)
+    return np.add.reduce(np.square(np.ascontiguousarray(x)), axis=1)
 
 
 def weighted(weight: float, x: Array) -> Array:
     """weight · x in the dtype that it has for a scalar. NumPy before 2.0 uses another dtype for arrays."""
-    return weight * x.astype(type(weight * x.dtype.type(0)), copy=False)
+    factor = scalar(weight, x.dtype)
+    return factor * x.astype(factor.dtype, copy=False)
+
+
+@functools.lru_cache(typed=True)
+def scalar(weight: float, dtype: Any) -> Array:
+    """A weight as an array, in the dtype of its product with a scalar."""
+    return np.array(weight, type(weight * dtype.type(0)))
 
 
 def clip(x: Array, low: Any, high: Any) -> Array:
-    return np.minimum(np.maximum(x, low), high)
+    above = np.maximum(x, low)
+    return np.minimum(above, high, out=above)
 
 
 def every(x: Array) -> Array:

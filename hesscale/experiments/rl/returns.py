@@ -35,7 +35,7 @@ def gae(rewards: Array, values: Array, next_values: Array, terminated: Array, en
 def backwards(x: Array, decay: Array) -> Array:
     """y_t = x_t + decay_t y_{t+1}, starting from the last step."""
     by_time, decays = np.ascontiguousarray(x.T, np.float32), np.ascontiguousarray(decay.T, np.float32)
-    following = np.zeros_like(by_time[0])
+    following: Array = np.zeros(len(x), np.float32)
     for now, factor in zip(by_time[::-1], decays[::-1], strict=True):
         now += factor * following
         following = now

@@ -29,6 +29,8 @@ from .networks import AgentBatch, Array, action_generator
 from .saving import restore, snapshot
 
 CLIP = 10.0  # of normalized observations and rewards
+# Constants as arrays: with Python numbers, NumPy takes twice as long for operations this small.
+ONE, EPS, LOW, HIGH = np.array(1.0), np.array(1e-8), np.array(-CLIP), np.array(CLIP)
 DEFAULT_LENGTH = 1000  # of episodes, for the time feature of environments without a time limit
 
 
@@ -53,24 +55,45 @@ class Rollout:
 
 
 class Moments:
-    """Running means and variances, one row for each environment, as in gymnasium's normalization wrappers."""
+    """Running means and variances, one row for each environment, as in gymnasium's normalization wrappers.
+
+    Counts have a column for each mean: NumPy is slow where shapes differ, and some columns are updated separately.
+    """
 
     def __init__(self, count: int, size: int) -> None:
         self.mean: Array = np.zeros((count, size))
         self.variance: Array = np.ones((count, size))
-        self.count: Array = np.full((count, 1), 1e-4)
+        self.count: Array = np.full((count, size), 1e-4)
+
+    def columns(self, which: slice) -> Moments:
+        """Some of the columns, in the same memory."""
+        found = Moments(0, 0)
+        for name, array in vars(self).items():
+            setattr(found, name, array[:, which])
+        return found
 
     def update(self, rows: Any, x: Array) -> None:
         """Add one observation to each of the given rows."""
-        count, mean = self.count[rows], self.mean[rows]
-        total = count + 1
+        mean, variance, count = self.mean[rows], self.variance[rows], self.count[rows]
+        total = count + ONE
         change = x - mean
-        self.mean[rows] = mean + change / total
-        self.variance[rows] = (self.variance[rows] + change * change / total) * (count / total)
+        mean += change / total
+        change *= change
+        change /= total
+        variance += change
+        count /= total
+        variance *= count
+        if not isinstance(rows, slice):  # copies of some rows, and no views
+            self.mean[rows], self.variance[rows] = mean, variance
         self.count[rows] = total
 
+    def deviations(self, rows: Any) -> Array:
+        x = self.variance[rows] + EPS
+        return np.sqrt(x, out=x)
+
     def state(self, k: int) -> dict[str, Any]:
-        return {name: torch.from_numpy(array[k].copy()) for name, array in vars(self).items()}
+        parts = {"mean": self.mean[k], "variance": self.variance[k], "count": self.count[k, :1]}
+        return {name: torch.from_numpy(array.copy()) for name, array in parts.items()}
 
     def load(self, k: int, state: dict[str, Any]) -> None:
         for name, array in vars(self).items():
@@ -97,11 +120,12 @@ class VectorEnv:
         time_feature: bool = False,
         reset_returns: bool = True,
     ) -> None:
-        self.name, self.gamma, self.normalize, self.time_feature = name, gamma, normalize, time_feature
-        self.reset_returns = reset_returns
+        self.name, self.normalize, self.time_feature, self.reset_returns = name, normalize, time_feature, reset_returns
+        self.gamma: Array = np.array(gamma)
         self.environments = environments([make(name) for _ in seeds])
         first = self.environments.envs[0]
         space, self.actions = first.observation_space, first.action_space
+        self.is_discrete = isinstance(self.actions, spaces.Discrete)
         if not isinstance(space, spaces.Box):
             raise ValueError(
                 f"{name} has observations of {type(space).__name__}, but the networks here need a Box; "
@@ -110,13 +134,16 @@ class VectorEnv:
         if not isinstance(self.actions, (spaces.Box, spaces.Discrete)):
             raise ValueError(f"{name} has actions of {type(self.actions).__name__}, but policies exist for Box and Discrete only")
         count, size = len(seeds), math.prod(space.shape)
-        self.inputs = size + time_feature
-        self.limit = (first.spec.max_episode_steps if first.spec else None) or DEFAULT_LENGTH
+        self.size, self.inputs = size, size + time_feature
+        self.limit: Array = np.array(float((first.spec.max_episode_steps if first.spec else None) or DEFAULT_LENGTH))
         self.draws = [action_generator(seed) for seed in seeds]
-        self.seen, self.returns = Moments(count, size), Moments(count, 1)
+        self.moments = Moments(count, size + 1)  # of observations and, in the last column, of discounted returns
+        if isinstance(self.actions, spaces.Box):  # bounds of the shape of actions, since numpy is slow where shapes differ
+            self.low, self.high = (np.repeat(bound[None], count, 0) for bound in (self.actions.low, self.actions.high))
+        self.seen, self.returns = self.moments.columns(slice(size)), self.moments.columns(slice(size, None))
         self.discounted: Array = np.zeros(count)
         self.steps = 0
-        self.lengths: Array = np.zeros(count, int)
+        self.begun: Array = np.zeros(count)  # the steps before the current episodes
         self.totals: Array = np.zeros(count)
         self.finished: list[list[tuple[float, int]]] = [[] for _ in seeds]
         self.diverged_at: list[int | None] = [None] * count
@@ -126,13 +153,14 @@ class VectorEnv:
         self.observations[:] = self.see(self.rows, np.stack([self.environments.reset(k, seed) for k, seed in enumerate(seeds)]))
 
     @property
-    def is_discrete(self) -> bool:
-        return isinstance(self.actions, spaces.Discrete)
-
-    @property
     def outputs(self) -> int:
         """The number of discrete actions, or of entries of a continuous action."""
         return int(self.actions.n) if self.is_discrete else math.prod(self.actions.shape)
+
+    def length(self, k: int) -> int:
+        """The number of steps of the current episode so far."""
+        taken = self.steps if (at := self.diverged_at[k]) is None else at
+        return taken - int(self.begun[k])
 
     def stop(self, k: int) -> None:
         """Stop an environment whose agent has diverged."""
@@ -160,8 +188,8 @@ class VectorEnv:
                 if not self.active:
                     break
             rows = self.rows
-            actions[rows, t] = chosen[rows]
-            following[rows, t], rewards[rows, t], terminated[rows, t], ended[rows, t] = self.step(chosen[rows])
+            actions[rows, t] = taken = chosen[rows]
+            following[rows, t], rewards[rows, t], terminated[rows, t], ended[rows, t] = self.step(taken)
         return Rollout(observations, actions, rewards, following, terminated, ended)
 
     def step(self, actions: Array) -> tuple[Array, Array, Array, Array]:
@@ -170,57 +198,79 @@ class VectorEnv:
         Returns the next observations, the rewards, whether episodes terminated, and whether they ended.
         """
         rows, going = self.rows, self.active
-        if isinstance(self.actions, spaces.Discrete):
+        if self.is_discrete:
             given = actions + self.actions.start
         else:
-            given = clipped(actions.reshape(-1, *self.actions.shape), self.actions.low, self.actions.high)
+            given = clipped(actions.reshape(len(actions), *self.actions.shape), self.low[rows], self.high[rows])
         raw, rewards, terminated, truncated = self.environments.step(given, going)
         if not is_finite(rewards):
             odd = rewards[~np.isfinite(rewards)][0]
             raise ValueError(f"{self.name} gave a reward of {odd} at step {self.steps}; rewards must be finite")
         self.steps += 1
-        self.lengths[rows] += 1
         self.totals[rows] += rewards
-        following = self.see(rows, raw)
+        following, judged = self.judge(rows, raw, rewards, terminated)
         self.observations[rows] = following
         ended = terminated | truncated
-        judged = self.judge(rows, rewards, terminated, ended)
-        if ended.any():
-            self.begin([going[i] for i in np.flatnonzero(ended)])
+        if True in ended.tolist():
+            for i in np.flatnonzero(ended):
+                self.begin(going[i])
         return following, judged, terminated, ended
 
-    def begin(self, those: list[int]) -> None:
-        """Record finished episodes and begin new ones."""
-        for k in those:
-            self.finished[k].append((float(self.totals[k]), int(self.lengths[k])))
-        self.lengths[those], self.totals[those] = 0, 0.0
-        self.observations[those] = self.see(those, np.stack([self.environments.reset(k) for k in those]))
+    def begin(self, k: int) -> None:
+        """Record a finished episode and begin a new one."""
+        self.finished[k].append((float(self.totals[k]), self.length(k)))
+        self.begun[k], self.totals[k] = self.steps, 0.0
+        if self.reset_returns:
+            self.discounted[k] = 0.0
+        row = slice(k, k + 1)
+        self.observations[row] = self.see(row, self.environments.reset(k)[None])
 
     def see(self, rows: Any, raw: Array) -> Array:
-        """Observations as rows of float32: (o − mean)/std, clipped, and the fraction of the episode's time that is left."""
-        if not is_finite(raw):
-            raise ValueError(f"{self.name} gave an observation that is not finite at step {self.steps}")
-        x = raw
-        if self.normalize:
-            self.seen.update(rows, raw)
-            x = clipped((raw - self.seen.mean[rows]) / np.sqrt(self.seen.variance[rows] + 1e-8))
-        if self.time_feature:
-            x = np.concatenate([x, 1 - self.lengths[rows][:, None] / self.limit], 1)
-        return x.astype(np.float32)
+        """Observations as rows of float32: (o − mean)/std, clipped, and the share of the episode that is left."""
+        self.check(raw)
+        if not self.normalize:
+            return self.as_inputs(rows, raw)
+        self.seen.update(rows, raw)
+        return self.as_inputs(rows, clipped((raw - self.seen.mean[rows]) / self.seen.deviations(rows)))
 
-    def judge(self, rows: Any, rewards: Array, terminated: Array, ended: Array) -> Array:
-        """The rewards, divided by the standard deviations of discounted returns and clipped.
+    def judge(self, rows: Any, raw: Array, rewards: Array, terminated: Array) -> tuple[Array, Array]:
+        """Observations as in :meth:`see`, and rewards, divided by the standard deviations of discounted returns and clipped.
+
+        Both are computed at once, which takes less time.
 
         The discounted return is reset at the end of an episode. With ``reset_returns=False``, it is reset as in gymnasium's
         ``NormalizeReward``: before the last reward of an episode that terminates, and not at all if the episode is truncated.
         """
         if not self.normalize:
-            return rewards
-        kept = self.discounted[rows] if self.reset_returns else self.discounted[rows] * ~terminated
-        discounted = self.gamma * kept + rewards
-        self.returns.update(rows, discounted[:, None])
-        self.discounted[rows] = discounted * ~ended if self.reset_returns else discounted
-        return clipped(rewards / np.sqrt(self.returns.variance[rows, 0] + 1e-8))
+            return self.see(rows, raw), rewards
+        self.check(raw)
+        discounted = self.discounted[rows] * self.gamma
+        if not self.reset_returns:
+            discounted *= ~terminated
+        discounted += rewards
+        self.discounted[rows] = discounted
+        both = np.empty((len(raw), self.size + 1))
+        both[:, :-1], both[:, -1] = raw, discounted
+        self.moments.update(rows, both)
+        both -= self.moments.mean[rows]
+        both[:, -1] = rewards
+        both /= self.moments.deviations(rows)
+        both = clipped(both)
+        return self.as_inputs(rows, both[:, :-1]), both[:, -1]
+
+    def check(self, raw: Array) -> None:
+        if not is_finite(raw):
+            raise ValueError(f"{self.name} gave an observation that is not finite at step {self.steps}")
+
+    def as_inputs(self, rows: Any, x: Array) -> Array:
+        """What agents see: observations and, with ``time_feature``, the share of the episode that is left."""
+        inputs: Array = np.empty((len(x), self.inputs), np.float32)
+        inputs[:, : self.size] = x
+        if self.time_feature:
+            passed = self.steps - self.begun[rows]
+            passed /= self.limit
+            inputs[:, -1] = ONE - passed
+        return inputs
 
     def state(self, k: int) -> dict[str, Any]:
         """The state of one environment, which may be in the middle of an episode.
@@ -235,7 +285,7 @@ class VectorEnv:
             "returns": self.returns.state(k),
             "observation": torch.from_numpy(self.observations[k].copy()),
             "discounted": float(self.discounted[k]),
-            "length": int(self.lengths[k]),
+            "length": self.length(k),
             "total": float(self.totals[k]),
             "finished": [list(episode) for episode in self.finished[k]],
             "diverged_at": self.diverged_at[k],
@@ -248,22 +298,25 @@ class VectorEnv:
         self.seen.load(k, state["seen"])
         self.returns.load(k, state["returns"])
         self.observations[k] = state["observation"].numpy()
-        self.discounted[k], self.lengths[k], self.totals[k] = state["discounted"], state["length"], state["total"]
+        self.discounted[k], self.totals[k] = state["discounted"], state["total"]
         self.finished[k] = [(total, length) for total, length in state["finished"]]
         self.steps = state["steps"]
         if state["diverged_at"] is not None:
             self.stop(k)
             self.diverged_at[k] = state["diverged_at"]
+        self.begun[k] += self.length(k) - state["length"]
 
 
 def is_finite(x: Array) -> bool:
-    """Whether all entries are finite. A finite sum implies it, and takes half the time."""
-    return math.isfinite(x.sum()) or bool(np.isfinite(x).all())
+    """Whether all entries are finite. A finite sum of squares proves it in a quarter of the time."""
+    flat = x.reshape(-1)
+    return math.isfinite(flat.dot(flat)) or bool(np.isfinite(x).all())
 
 
-def clipped(x: Array, low: Any = -CLIP, high: Any = CLIP) -> Array:
-    """Like np.clip, in a third of the time."""
-    return np.minimum(np.maximum(x, low), high)
+def clipped(x: Array, low: Array = LOW, high: Array = HIGH) -> Array:
+    """np.clip, in a third of its time."""
+    above = np.maximum(x, low)
+    return np.minimum(above, high, out=above)
 
 
 def check_name(name: str) -> None:
