@@ -385,7 +385,7 @@ def test_a_sum_that_is_scaled_is_refused():
         def __init__(self):
             self.forward_input_placements = (Mean(),)
 
-    assert "not summed" in tensor_parallel.refuse(Function())
+    assert "reduced other than by a sum" in tensor_parallel.refuse(Function())
 
 
 @pytest.mark.slow
