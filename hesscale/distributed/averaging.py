@@ -30,8 +30,10 @@ UNKNOWN = (
     "the processes have run a collective during this backward pass, but none of the parameters belongs to a "
     "DistributedDataParallel module, so hess_diag is not averaged. If the gradients were averaged, average hess_diag as well"
 )
-# For each DDP module, the gradients that parameters had when a pass computed their diagonals without averaging them
-_unsent: weakref.WeakKeyDictionary[DistributedDataParallel, dict[int, tuple[int, int]]] = weakref.WeakKeyDictionary()
+# For each DDP module, the gradients that parameters had when a pass computed their diagonals without averaging them, and the
+# number of collectives that its process group had run by then
+_unsent: weakref.WeakKeyDictionary[DistributedDataParallel, tuple[dict[int, tuple[int, int]], int | None]]
+_unsent = weakref.WeakKeyDictionary()
 _thread = threading.local()  # .outermost: the open block that averages, if there is one
 Also = Callable[[], list[tuple[Tensor, Tensor]]]
 
@@ -226,7 +228,8 @@ class Replica:
         """Record the diagonals that a pass inside no_sync has not averaged, for :func:`check_averaged`."""
         _unsent.pop(self.module, None)
         if not is_sent and not self.module.require_forward_param_sync:
-            _unsent[self.module] = {id(p): gradient_state(p) for p in self.params if getattr(p, "hess_diag", None) is not None}
+            noted = {id(p): gradient_state(p) for p in self.params if getattr(p, "hess_diag", None) is not None}
+            _unsent[self.module] = noted, count_collectives(self.group)
 
     def own_diagonal(self, p: Any, before: tuple[bool, Tensor | None, int]) -> Tensor | None:
         """This process's accumulated diagonal; None if the parameter had no gradient and the pass has not reached it."""
@@ -239,9 +242,10 @@ class Replica:
 def check_averaged(groups: Iterable[dict[str, Any]]) -> None:
     """Raise if diagonals of an optimizer's groups were not averaged, but a later pass averaged the gradients."""
     params = [p for group in groups for p in group["params"] if getattr(p, "hess_diag", None) is not None] if _unsent else []
-    for module, noted in _unsent.items():
+    for module, (noted, count) in _unsent.items():
         is_behind = any(id(p) in noted and noted[id(p)] != gradient_state(p) for p in params)
-        if is_behind and module.require_forward_param_sync:  # DDP has left no_sync since
+        # the flag is False again after a forward pass without gradients
+        if is_behind and (module.require_forward_param_sync or count_collectives(module.process_group) != count):
             raise RuntimeError(
                 "a pass inside no_sync() has computed Hessian diagonals, and a later pass averaged the gradients without them, "
                 "so hess_diag differs between the processes. Compute diagonals in the pass that averages the gradients as well"

@@ -344,6 +344,14 @@ def left_behind(rank):
     with model.no_sync():
         optimizer.backward(loss_of(model, x, y))
     optimizer.step()  # of each process alone, as its gradients are
+    optimizer.zero_grad()
+    with model.no_sync():
+        optimizer.backward(loss_of(model, x, y))
+    loss_of(model, x, y).backward()
+    with torch.no_grad():
+        model(x)  # an evaluation, after which DDP's flags no longer show the averaging
+    with pytest.raises(RuntimeError, match="later pass averaged the gradients without them"):
+        optimizer.step()
     return True
 
 
