@@ -130,7 +130,11 @@ def updates_of(batch: Batch) -> list[Tensor]:
         seen = step_numbers(batch.curvature_steps)
         factors = each(lambda factor, count: factor * (count > group["curvature_warmup"]), factors, seen)
     if bounds.needs_adam(group):
-        factors = bounds.match_adam(batch, factors, (bounds.norms(batch, updates), roots), (adam_lengths, adam_roots))
+        lengths = bounds.norms(batch, updates)
+        if not isinstance(lengths[0], Tensor) and math.inf in lengths:  # for tensors, apply_update does this
+            for u in updates:
+                u.nan_to_num_(0.0, 0.0, 0.0)  # an infinite length makes the factor 0, and 0 · ∞ is NaN
+        factors = bounds.match_adam(batch, factors, (lengths, roots), (adam_lengths, adam_roots))
     torch._foreach_mul_(updates, bounds.for_entries(batch, factors))
     return updates
 

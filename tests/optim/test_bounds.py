@@ -316,3 +316,15 @@ def test_parameters_without_entries():
     optimizer.backward(sum((w**2).sum() for w in model))
     optimizer.step()
     assert (model[1] < 1).all()
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+def test_an_infinite_entry_is_no_step(foreach):
+    """M ⊘ √V overflows in one entry, so the update has no finite length to match with Adam's."""
+    weights = [torch.zeros(2, requires_grad=True) for _ in range(2)]
+    optimizer = AdaHesScale(weights, lr=1.0, eps=0.0, damping=0.0, graft=(1.0, 1.0), foreach=foreach)
+    for _ in range(2):
+        for w in weights:
+            w.grad, w.hess_diag = torch.tensor([1e17, 1.0]), torch.tensor([1.2e-21, 1.0])
+        optimizer.step()
+    assert all(w.tolist() == [0.0, 0.0] for w in weights)
