@@ -127,7 +127,4 @@ def adapt_trust_radius(groups: Iterable[dict[str, Any]], measured: float, target
         raise ValueError("a parameter group has no trust_radius to adapt; create the optimizer with an initial trust_radius")
     factor = min(max(target / measured, 1 / max_factor), max_factor) if measured > 0 else max_factor
     for group in groups:
-        if isinstance(group["trust_radius"], Tensor):  # it stays at its address, so a compiled step need not be traced again
-            group["trust_radius"].mul_(factor)
-        else:
-            group["trust_radius"] *= factor
+        group["trust_radius"] = group["trust_radius"] * factor  # a new tensor, since other groups may have the old one
