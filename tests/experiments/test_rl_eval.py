@@ -287,7 +287,8 @@ def test_the_command_finds_a_run_by_the_beginning_of_its_id_or_as_the_last(path,
 @pytest.mark.parametrize(
     ("arguments", "message"), [(["nowhere"], "no run in out/runs has policy.pt"), ([".", "--episodes", "0"], "--episodes")]
 )
-def test_the_command_names_what_it_refuses(arguments, message):
+def test_the_command_names_what_it_refuses(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # `make run` leaves runs in the checkout
     done = CliRunner().invoke(app, ["rl-eval", *arguments])
     assert done.exit_code == 2
     assert message in done.output
