@@ -185,10 +185,14 @@ def report(
         else:
             earlier = beside and beside.expanduser()
             store = Store(as_folder(where, "--runs"))
-            path = write(store, names or [], as_folder(out, "--out"), page, everything, earlier)
+            path = write(store, names or [], as_folder(out, "--out"), page, everything, earlier, show_problem)
     except (ValueError, DamagedRun) as error:
         raise typer.BadParameter(str(error)) from None
     Console().print(f"wrote {path}", highlight=False, soft_wrap=True)
+
+
+def show_problem(problem: str) -> None:
+    Console(stderr=True).print(f"[yellow]problem[/] {escaped(problem)}", highlight=False, soft_wrap=True)
 
 
 @command(START, "data mnist", "data cifar100 --data DATA")

@@ -159,6 +159,7 @@ def test_a_damaged_run_is_named(invoke, tmp_path):
     assert result.exit_code == 1
     assert "run.sqlite" in words_of(result)
     assert "damaged" in words_of(invoke("runs"))
+    assert "problem quality:" in words_of(invoke("report", "--no-page"))
 
 
 def test_missing_data_is_named(invoke, tmp_path):

@@ -639,6 +639,9 @@ class TestReport:
         found = self.summary(store, tmp_path)
         assert "other settings than this version" in found["squares"]["problems"][0]
         assert found["gone"]["problems"] == ["This version has no experiment of that name."]
+        logged = []
+        report(store, [], tmp_path / "again", page=False, log=logged.append)
+        assert [text.partition(":")[0] for text in logged] == ["squares", "gone"]
 
     def test_beside_an_earlier_report(self, store, tmp_path):
         self.ask(store, 1, 2, done=(1, 2))

@@ -232,3 +232,19 @@ def test_every_optimizer_trains_agents_of_stable_baselines3(monkeypatch, tmp_pat
         sb3.main(["--only", "sac-pendulum", "--steps", "5", "--out", str(tmp_path)])
     stored = json.loads((ROOT / "results/sb3/sb3.json").read_text(encoding="utf-8"))
     assert sb3.page(stored) == (ROOT / "results/sb3/sb3.md").read_text(encoding="utf-8")
+
+
+# ------------------------------------------------------------------------------------------------------- predicted decrease
+
+
+@pytest.mark.parametrize("algo", ["a2c", "ppo"])
+def test_the_decrease_of_a_short_step_is_as_predicted(environments, algo, tmp_path, monkeypatch):
+    benchmark = importlib.import_module("predicted_decrease")
+    for name, size in {"rollout": 32, "epochs": 2, "minibatches": 2}.items():
+        monkeypatch.setattr(benchmark.ALGORITHMS["ppo"], name, size)
+    arguments = ["--algos", algo, "--envs", "InvertedPendulum-v5", "--radii", "1e-10", "1e-9", "--steps", "64"]
+    benchmark.main([*arguments, "--out", str(tmp_path)])
+    rows = json.loads((tmp_path / "predicted_decrease.json").read_text())["rows"]
+    assert [(row["radius"], row["part"]) for row in rows] == [(r, part) for r in (1e-10, 1e-9) for part in ("policy", "critic")]
+    assert [row["same"] for row in rows] == pytest.approx([1] * 4, abs=0.1)
+    assert "| " + algo.upper() in (tmp_path / "predicted_decrease.md").read_text()

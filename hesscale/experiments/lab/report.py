@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from .baseline import NUMBERS, add_baseline, read_summary, summary_file
 from .compact import rounded
@@ -23,6 +23,11 @@ from .series_layout import as_array, check, palette
 from .store import FAILED, FINISHED, DamagedRun, Result, Store, Task
 
 FEW = 8  # the maximum number of values of a setting to list
+Log: TypeAlias = Callable[[str], None]
+
+
+def silent(text: str) -> None:
+    """Log nothing."""
 
 
 @dataclass
@@ -84,12 +89,18 @@ class Account:
 
 
 def report(
-    store: Store, names: list[str], folder: Path, page: bool = True, everything: bool = False, beside: Path | None = None
+    store: Store,
+    names: list[str],
+    folder: Path,
+    page: bool = True,
+    everything: bool = False,
+    beside: Path | None = None,
+    log: Log = silent,
 ) -> Path:
     """Write the report of these experiments, or of all experiments that have runs. Returns the path to open.
 
     It shows the runs of the last command, or with ``everything`` all finished runs. With ``beside``, it also shows the results of
-    this earlier report.
+    this earlier report. Problems, such as runs that cannot be read, are also passed to ``log``.
     """
     known = experiments()
     if unknown := [name for name in names if name not in known]:
@@ -110,6 +121,9 @@ def report(
         else:
             problem = "This version has no experiment of that name."
             accounts.append(Account(name, name, command, asked=len(tasks), problems=[problem]))
+    for account in accounts:
+        for problem in account.problems:
+            log(f"{account.name}: {problem}")
     if beside is not None:
         add_baselines(accounts, read_summary(beside), beside, folder)
     return write_report(accounts, folder, page=page)
@@ -137,7 +151,7 @@ def account_of(store: Store, experiment: Experiment, command: str, tasks: list[T
     account.curves = experiment.curves
     names = {option.name for option in dataclasses.fields(experiment.task)}
     if any(task.keys() != names for task in tasks):
-        account.problems.append("These runs have other settings than this version of the experiment; run it again.")
+        account.problems.append("These runs have other settings than this version of the experiment, which cannot show them; run it again.")
         return account
     results: list[Result] = []
     errors: Counter[str] = Counter()
