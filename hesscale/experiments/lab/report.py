@@ -151,7 +151,7 @@ def account_of(store: Store, experiment: Experiment, command: str, tasks: list[T
     account.curves = experiment.curves
     names = {option.name for option in dataclasses.fields(experiment.task)}
     if any(task.keys() != names for task in tasks):
-        account.problems.append("These runs have other settings than this version of the experiment, which cannot show them; run it again.")
+        account.problems.append("These runs have other settings than this version of the experiment, so run it again.")
         return account
     results: list[Result] = []
     errors: Counter[str] = Counter()
