@@ -110,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--algos", nargs="+", choices=ALGORITHMS, default=list(ALGORITHMS))
     parser.add_argument("--envs", nargs="+", default=["HalfCheetah-v5", "InvertedDoublePendulum-v5"])
     parser.add_argument("--radii", nargs="+", type=float, default=[1e-8, 1e-7, 1e-6, 1e-5, 1e-4])
-    parser.add_argument("--steps", type=int, default=10_240, help="steps in the environment")
+    parser.add_argument("--steps", type=int, default=6_144, help="steps in the environment")
     parser.add_argument("--out", type=Path, default=Path("out/predicted_decrease"))
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)

@@ -38,9 +38,9 @@ def regularize(batch: Batch, mask: Tensor | None) -> None:
         if batch.curvatures:
             batch.curvatures = list(torch._foreach_add(batch.curvatures, group["weight_decay"]))
     if mask is not None:
-        mask = mask.to(batch.params[0].device)
-        batch.gradients = [torch.where(mask > 0, t, 0) for t in batch.gradients]
-        batch.curvatures = [torch.where(mask > 0, t, 0) for t in batch.curvatures]
+        counts = mask.to(batch.params[0].device) > 0
+        batch.gradients = [torch.where(counts, t, 0) for t in batch.gradients]
+        batch.curvatures = [torch.where(counts, t, 0) for t in batch.curvatures]
 
 
 def update_averages(batch: Batch, mask: Tensor | None) -> None:
