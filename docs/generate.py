@@ -18,12 +18,12 @@ def page() -> str:
         "# Operators",
         "",
         "This page lists every operator that hesscale supports, by the name of its autograd node, with the maths of its rule.",
-        "`print(y.grad_fn)` shows the node of an operator's output y, and `hesscale.explain(loss)` shows the nodes of a whole loss. If",
-        "yours is missing, [add a rule](adding-a-rule.md).",
+        "`print(y.grad_fn)` shows the node of an operator's output y, and `hesscale.explain(loss)` shows the nodes of a whole",
+        "loss. If yours is missing, [add a rule](adding-a-rule.md).",
         "",
-        "In the formulas, x is an input and y the output, with Jacobian J, or derivatives f' and f'' if the operator is elementwise.",
-        "g and s are the first and second derivatives of the loss with respect to the entries of y. An input's *share* is its",
-        "contribution to the Hessian diagonal ([the recursion](recursion.md)). `make docs` writes this page.",
+        "In the formulas, x is an input and y the output, with Jacobian J, or derivatives f' and f'' if the operator is",
+        "elementwise. g and s are the first and second derivatives of the loss with respect to the entries of y. An input's",
+        "*share* is its contribution to the Hessian diagonal ([the recursion](recursion.md)). `make docs` writes this page.",
     ]
     for family, members in groupby(sorted(operators, key=lambda operator: operator.family), key=lambda operator: operator.family):
         lines += ["", f"## [{family.replace('_', ' ')}](../hesscale/rules/{family}.py)", "", "| node | rule |", "| --- | --- |"]
