@@ -17,9 +17,13 @@ def page() -> str:
     lines = [
         "# Operators",
         "",
-        "This page lists every autograd node that has a curvature rule, with the maths of the rule. `make docs` writes it from",
-        "`hesscale.operators()`. `print(loss.grad_fn)` shows which node an operator makes, and `hesscale.explain(loss)` shows",
-        "the nodes of a whole loss. [The recursion](recursion.md) explains the letters.",
+        "This page lists every operator that hesscale supports, by the name of its autograd node, with the maths of its rule.",
+        "`print(y.grad_fn)` shows the node of an operator's output y, and `hesscale.explain(loss)` shows the nodes of a whole",
+        "loss. If yours is missing, [add a rule](adding-a-rule.md).",
+        "",
+        "In the formulas, x is an input and y the output, with Jacobian J, or derivatives f' and f'' if the operator is",
+        "elementwise. g and s are the first and second derivatives of the loss with respect to the entries of y. An input's",
+        "*share* is its contribution to the Hessian diagonal ([the recursion](recursion.md)). `make docs` writes this page.",
     ]
     for family, members in groupby(sorted(operators, key=lambda operator: operator.family), key=lambda operator: operator.family):
         lines += ["", f"## [{family.replace('_', ' ')}](../hesscale/rules/{family}.py)", "", "| node | rule |", "| --- | --- |"]
@@ -27,9 +31,9 @@ def page() -> str:
     if REFUSED:
         lines += [
             "",
-            "## Nodes that are refused by name",
+            "## Operators that raise an error",
             "",
-            "| the node's name contains | why, and what to do |",
+            "| the node's name contains | reason, and what to do |",
             "| --- | --- |",
         ]
         lines += [f"| `{name}` | {cell(reason)} |" for name, reason in sorted(REFUSED.items())]

@@ -1,4 +1,4 @@
-"""A loop of one's own with Accelerate, in bfloat16: the model and the task of huggingface_trainer.py.
+"""A training loop with Accelerate, in bfloat16, for the model and the task of huggingface_trainer.py.
 
 pip install -c constraints.txt -e ".[integrations]"
 python examples/accelerate_bert.py --steps 200

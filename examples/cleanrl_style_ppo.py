@@ -1,11 +1,11 @@
-"""PPO in one file, for reading: discrete actions, several environments, actor and critic under one optimizer.
+"""PPO in one readable file, in the style of CleanRL: discrete actions, several environments, one optimizer for actor and critic.
 
     pip install -c constraints.txt -e ".[integrations]"
     python examples/cleanrl_style_ppo.py --steps 16384
 
-The loop calls ``loss.backward()``, as a script of yours may already do; ``--optimizer`` takes any optimizer of hesscale.
-The losses of hesscale.losses know their own second derivatives. Written with torch.distributions (``--plain``) the loss gets the
-same diagonals, at the price of double backward between the loss and the logits.
+The loop calls ``loss.backward()``, as your own script may do. ``--optimizer`` takes any optimizer of hesscale. The losses of
+hesscale.losses have their second derivatives in closed form. With ``--plain``, the loss is written with torch.distributions. It
+then has the same diagonals, but needs double backward between the loss and the logits.
 """
 
 from __future__ import annotations

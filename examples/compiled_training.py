@@ -1,9 +1,9 @@
-"""A compiled training step, and an ensemble of networks with a step size each, beside the eager loop.
+"""Compare the speed of an eager loop, a compiled training step, and an ensemble of networks with different step sizes.
 
     python examples/compiled_training.py --steps 300
 
-Prints the time of a step (for the ensemble: per member) once everything is compiled, which takes a minute, and the loss of each
-member. ``--backend traced`` does without a compiler.
+It takes a minute to compile everything. Then it prints the time of a step (for the ensemble: per member), and the loss of each
+member. ``--backend traced`` needs no compiler.
 """
 
 from __future__ import annotations

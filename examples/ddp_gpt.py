@@ -1,4 +1,4 @@
-"""A small GPT on two processes under DistributedDataParallel: it learns to go on with a tune of eight notes.
+"""A small GPT on two processes under DistributedDataParallel: it learns to continue a tune of eight notes.
 
 torchrun --nproc_per_node 2 examples/ddp_gpt.py --steps 200
 """

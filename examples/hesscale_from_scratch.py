@@ -1,6 +1,6 @@
 """HesScale from scratch: gradients and Hessian diagonals of a tanh network in one backward pass, without autograd.
 
-Backpropagation carries g = ∂L/∂a from layer to layer. HesScale carries s = ∂²L/∂a² beside it, by the same walk:
+Backpropagation carries g = ∂L/∂a from layer to layer. HesScale carries s = ∂²L/∂a² along with it, in the same backward pass:
 
     gradients    Eq. 1   ∂L/∂W   = g h            Eq. 2   g ← σ' Wᵀg
     diagonals    Eq. 3   ∂²L/∂W² = s h²           Eq. 4   s ← σ'² (W²)ᵀs + σ'' Wᵀg

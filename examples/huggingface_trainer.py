@@ -1,9 +1,10 @@
-"""A small BERT, built from a config, trained by Hugging Face's Trainer with AdaHesScale.
+"""Train a small BERT by Hugging Face's Trainer with AdaHesScale.
 
     pip install -c constraints.txt -e ".[integrations]"
     python examples/huggingface_trainer.py --steps 200
 
-Nothing is downloaded: the sentences are random token ids, and the task is to tell whether the first token's id is odd.
+Nothing is downloaded: the model is built from a config, the sentences are random token ids, and the task is to tell whether the
+id of the first token is odd.
 """
 
 from __future__ import annotations

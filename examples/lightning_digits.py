@@ -1,4 +1,4 @@
-"""PyTorch Lightning with automatic optimization: a callback opens the block when training starts.
+"""AdaHesScale in PyTorch Lightning with automatic optimization: a callback enters the ``capture`` block when training starts.
 
 pip install -c constraints.txt -e ".[integrations]"
 python examples/lightning_digits.py --epochs 5

@@ -1,11 +1,11 @@
-"""PPO with continuous actions in one file, for reading, with step size 1 and a trust region in place of a tuned step size.
+"""PPO with continuous actions in one readable file, with step size 1 and a trust region in place of a tuned step size.
 
     pip install -c constraints.txt -e ".[rl]"
     python examples/ppo_continuous.py --env Pendulum-v1 --steps 30720
     python examples/ppo_continuous.py --env InvertedPendulum-v5 --gamma 0.99 --steps 30720
 
-Mean, variance and value have a network each, and each network a trust region, as in the paper. Episodes that are cut off keep the
-value of their last state. ``--optimizer Adam --lr 3e-4 --trust-radius 0`` compares with Adam.
+As in the paper, mean, variance and value have separate networks, each with its own trust region. If an episode is truncated, its
+returns include the value of the last state. ``--optimizer Adam --lr 3e-4 --trust-radius 0`` trains with Adam, for comparison.
 """
 
 from __future__ import annotations

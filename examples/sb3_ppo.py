@@ -3,7 +3,7 @@
     pip install -c constraints.txt -e ".[integrations]"
     python examples/sb3_ppo.py --steps 8192
 
-Prints the mean return before and after, then saves the agent, loads it and goes on with the averages it had.
+It prints the mean return before and after training, saves the agent, loads it, and continues to train with the saved averages.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     pip install -c constraints.txt -e ".[integrations]"
     python examples/sb3_sac.py --steps 3000
 
-The temperature has an optimizer of its own, torch's Adam, which SB3 lets nobody choose.
+The optimizer of the temperature is always torch's Adam, since Stable-Baselines3 has no option for it.
 """
 
 from __future__ import annotations

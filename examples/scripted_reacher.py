@@ -1,4 +1,4 @@
-"""The return of a scripted controller on the UR-Reacher, to compare with what agents learn. Needs the extra ``rl``.
+"""Measure the return of a scripted controller on the UR-Reacher, to compare with what agents learn. It needs the extra ``rl``.
 
     python examples/scripted_reacher.py --episodes 5000
 

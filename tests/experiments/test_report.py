@@ -174,7 +174,7 @@ class TestEarlier:
         assert [row[0] for row in table.rows] == ["Adam", "Adam, earlier", "SGD"]
         assert [series.label for series in plot.series] == ["Adam, earlier", "SGD"]
         settings = "epochs 2, 1 (here not known); task x (here not known)"
-        expected = f"Beside these runs, those of earlier reports. Settings there: {settings}. Text."
+        expected = f"The figures and tables also show earlier reports. Their settings differ: {settings}. Text."
         assert found.sections[0].text == expected
 
     def test_the_same_command_at_another_time_is_named(self):
@@ -659,7 +659,7 @@ class TestReport:
         assert "from an earlier report (2 of 2 runs finished):\n\n    hesscale squares --seeds 2\n" in text
         page = (tmp_path / "both" / "index.html").read_text()
         assert "<pre>hesscale squares --seeds 2</pre>" in page
-        assert "<p>Beside these runs, those of earlier reports. Settings there: seed 1, 2 (here 3).</p>" in page
+        assert "<p>The figures and tables also show earlier reports. Their settings differ: seed 1, 2 (here 3).</p>" in page
         self.ask(store, 4, done=(4,))
         report(store, [], tmp_path / "thrice", page=False, beside=tmp_path / "both" / "summary.json")
         thrice = json.loads((tmp_path / "thrice" / "summary.json").read_text())["squares"]

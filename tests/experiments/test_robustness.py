@@ -149,8 +149,8 @@ def test_a_section_has_a_plot_for_each_environment_and_one_for_all():
         check(item)
     names = [item.name for item in [*ppo.items, *a2c.items]]
     assert len(set(names)) == len(names) == 12
-    assert "Ant-v5, hesscale/UR-Reacher-2D-v0: 100 steps; Humanoid-v5: 500 steps." in ppo.text
-    assert "not all" not in ppo.text
+    assert "100 environment steps on Ant-v5, hesscale/UR-Reacher-2D-v0; 500 environment steps on Humanoid-v5." in ppo.text
+    assert "missing" not in ppo.text
     adam, scaled = plots[0].series
     assert (adam.label, adam.x, adam.y) == ("Adam", [1e-3, 1e-2], [0.0, 1.0])
     assert scaled.y == pytest.approx([0.25, 0.25])
@@ -204,7 +204,7 @@ def test_the_score_of_untrained_agents_is_zero():
     assert of_env("Ant-v5", [*some(), *untrained(1000.0)]) is None  # nothing learned
     (section,) = robustness.sections([*some(), *untrained(200.0), *some(env="Hopper-v5")])
     assert "0 is the return of untrained agents" in section.text
-    assert "Without untrained agents, so that 0 is the lowest average: Hopper-v5." in section.text
+    assert "These environments have no untrained agents, so there 0 is the lowest average: Hopper-v5." in section.text
     assert "untrained" not in {series.label for item in section.items[-2:] for series in item.series}
 
 
@@ -249,10 +249,10 @@ def test_trust_radii_are_compared_with_each_other_and_with_tuned_adam():
 
 def test_a_section_says_what_is_missing():
     (found,) = robustness.sections([*some()[:-1], *[dataclasses.replace(r, task=t) for r, t in flat()]])
-    assert "This is not all of it: 15 of 16 runs." in found.text
+    assert "Some runs are missing: this report has 15 of 16." in found.text
     assert (
-        "Left out, because no average is above that of untrained agents, all are the same, or no episode ended: Hopper-v5."
-        in found.text
+        "These environments are left out, because no average is above that of untrained agents, all are the same, or no episode "
+        "ended: Hopper-v5." in found.text
     )
     assert [item.title for item in found.items][-1] == "PPO on Ant-v5"
     (found,) = robustness.sections([result("adam", 1e-3, 0, None)])

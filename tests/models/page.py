@@ -49,22 +49,25 @@ equal. `make models` writes this page (torch {torch}, CPU, one thread). `make te
 - **diagonals**: *equal* means that every entry, in float64 and in both modes, agrees with the brute-force recursion in
   [graph_recursion.py](../tests/models/graph_recursion.py). The relative tolerance is {tolerance:.0e}. For small entries, the
   tolerance is 1e-10 of the largest entry in their tensor plus 1e-13 of the largest in the model. *With fallback* means that
-  `hesscale.backward(loss, fallback="exact")` was compared. Details of the comparison:
-    - The brute-force recursion walks the graph of the loss. It gets each node's Jacobian and second derivatives from PyTorch's
-      backward of that node alone, entry by entry, and shares no code with hesscale.
-    - It has formulas of its own for two operators: weight norm, whose second derivative in PyTorch is wrong, and hardsigmoid,
-      which PyTorch cannot differentiate twice and whose second derivative is taken as zero.
-    - Its attention and recurrent layers are not fused. Both sides leave out casts to float32.
-    - Both sides use `head="rules"`, since the recursion does not include the exact diagonal at the model's outputs. So the
-      default `head="auto"` is run here, but not compared.
-    - Grouped matrix products of experts and fused LSTMs exist in float32 only. Their check is looser: the diagonal of the whole
-      model in float32 and eval mode is within {low:.1%} of that in float64.
+  `hesscale.backward(loss, fallback="exact")` was compared.
 - **nodes**: the number of nodes in autograd's graph.
 - **cost**: the time of `hesscale.backward(loss)` divided by that of `loss.backward()`, in float32 and train mode, as the median
   of {rounds} interleaved rounds. The column **rules** has the same ratio with `head="rules"`. The medians over all models
   are {cost:.1f} and {rules:.1f}. The times are noisy. For models as small as these, they are mostly overhead per node.
   [Benchmarks](../benchmarks/README.md#step-cost) has networks of a realistic size. If the two numbers are far apart, nonlinear
   operators follow the model's last linear layer, and the exact diagonal at the outputs takes most of the time.
+
+Details of the comparison of diagonals:
+
+- The brute-force recursion traverses the graph of the loss. It gets each node's Jacobian and second derivatives from PyTorch's
+  backward of that node alone, entry by entry, and shares no code with hesscale.
+- It has separate formulas for two operators: weight norm, whose second derivative in PyTorch is wrong, and hardsigmoid,
+  which PyTorch cannot differentiate twice and whose second derivative is taken as zero.
+- Its attention and recurrent layers are not fused. Both sides leave out casts to float32.
+- Both sides use `head="rules"`, since the recursion does not include the exact diagonal at the model's outputs. So the
+  default `head="auto"` is run here, but not compared.
+- Grouped matrix products of experts and fused LSTMs exist in float32 only. Their check is looser: the diagonal of the whole
+  model in float32 and eval mode is within {low:.1%} of that in float64.
 """
 
 

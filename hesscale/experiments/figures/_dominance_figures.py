@@ -17,7 +17,7 @@ from ..lab.store import Result
 LAYERS, WIDTH = 4, 128
 RANDOM_MATRICES = 100
 PUBLISHED = {"before": (0.94, 0.91, 0.89, 0.91), "after": (0.75, 0.54, 0.81, 0.98)}
-OF_PAPER = "The paper's values are of 300 networks on EMNIST."
+OF_PAPER = "The paper's values are from 300 networks on EMNIST."
 COLOURS = {"before": "#1f77b4", "after": "#d62728"}
 AVERAGED = {"before": "#17becf", "after": "#ff7f0e"}  # colours of values of |H| averaged over networks
 
@@ -56,10 +56,10 @@ def section(name: str, task: Any, blocks: list[Result]) -> Section:
         accuracies.append(f"{torch.cat([block.values[f'accuracy_{when}'] for block in blocks]).mean():.3f} {when} training")
     text = (
         "The paper finds that the Hessians of the loss at pre-activations are diagonally dominant, before and after training. "
-        "This explains why propagating only their diagonals loses little. ρ is the norm of a matrix's diagonal divided by the "
+        "So little is lost if only their diagonals are backpropagated. ρ is the norm of a matrix's diagonal divided by the "
         f"norm of the matrix.\n\n{setting}. Mean test accuracy: {', '.join(accuracies)}.\n\n"
-        "ρ is averaged over networks. The authors' code averages |H| over networks and computes ρ of the average. Compare that "
-        "value with the paper's."
+        "ρ is averaged over networks. The authors' code averages |H| over networks and computes ρ of the average. So compare “of "
+        "mean |H|” with the paper's values."
     )
     zero = sum(int(ratio.isnan().sum()) for ratio in ratios.values())
     if zero:

@@ -20,11 +20,11 @@ RETURNS = (
     "A seed that diverged, or finished no episode, counts as the worst of all runs in its environment."
 )
 FROM_UNTRAINED = (
-    "Scores are returns normalised for each environment: 0 is the return of untrained agents, and 1 is the highest average over "
+    "Scores are returns normalized for each environment: 0 is the return of untrained agents, and 1 is the highest average over "
     "seeds, of all optimizers and step sizes. A score below 0 is worse than not learning."
 )
 FROM_LOWEST = (
-    "Scores are returns normalised for each environment, as in the paper: 0 is the lowest and 1 the highest average over seeds, "
+    "Scores are returns normalized for each environment, as in the paper: 0 is the lowest and 1 the highest average over seeds, "
     "of all optimizers and step sizes. Single runs may lie outside."
 )
 

@@ -89,7 +89,7 @@ def section(found: Findings, differ: list[str]) -> Section:
         f"{len(found.errors)} tanh networks {layers}, initialized as nn.Linear is, learn {task.examples} examples of "
         f"{task.dataset} by SGD, one at a time (step size {task.step_size:g}, {pixels}). Before the step on an example, every "
         "method's diagonal at that example is compared with the exact one: Σ|estimate − exact| over weights and biases, averaged "
-        "over the examples. |diag(H)| is the error of estimating zero."
+        "over the examples. |diag(H)| is the error of an estimate of zero."
     )
     text += f"\n\n{QUIRKS}" if task.quirks == AUTHORS else ""
     title = f"Approximation quality ({', '.join(values)})" if values else "Approximation quality"
@@ -166,7 +166,8 @@ def figure_2b(found: Findings, name: str) -> Plot:
         log_y=True,
         categories=[f"layer {layer + 1}" for layer in layers],
         caption=(
-            "Lines are means over networks, bands are standard errors. Methods that are exact in a layer have no point there."
+            "Lines are means over networks, bands are standard errors. The axis is logarithmic, so methods that are exact in "
+            "a layer have no point there."
         ),
     )
 

@@ -40,8 +40,9 @@ def beside_adam(known: list[Scores], over_all: OverAll, algo: str, end: str) -> 
         "Adam has the step size with the highest mean score in each environment. Every other row has one step size in all of "
         "them. Interquartile means (IQM) are over seeds and environments, with 95 % intervals. “Lowest” is the mean score "
         "over seeds, divided by Adam's, in the environment where this ratio is lowest."
-    ) + (" “Steps shortened” is the share of updates that the trust region shortened, over all networks and runs." * has_shares)
-    return [Table(f"{algo}-beside-adam{end}", f"{algo.upper()}: beside Adam at its best step sizes", header, rows, caption)]
+    ) + (" “Steps shortened” is the percentage of updates that the trust region shortened, over networks and runs." * has_shares)
+    title = f"{algo.upper()}: a single step size, compared with a tuned Adam"
+    return [Table(f"{algo}-beside-adam{end}", title, header, rows, caption)]
 
 
 def shortened_share(shares: Sequence[float]) -> str:
@@ -77,6 +78,8 @@ def by_radius(known: list[Scores], over_all: OverAll, algo: str, end: str) -> li
             )
         )
     title = f"{algo.upper()} over {len(known)} environment{'s' if len(known) > 1 else ''}, by trust radius"
-    caption = "Lines are interquartile means over seeds and environments. Bands are 95 % intervals of a stratified bootstrap."
-    labels = "trust radius Δ", "IQM of normalised returns"
+    caption = (
+        "Lines are interquartile means (IQM) over seeds and environments. Bands are 95 % intervals of a stratified bootstrap."
+    )
+    labels = "trust radius Δ", "IQM of normalized returns"
     return [Plot(f"{algo}-by-radius{end}", title, series, *labels, log_x=True, caption=caption, worse="down", kept=(0, 1))]

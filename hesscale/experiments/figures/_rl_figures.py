@@ -42,8 +42,8 @@ def section(results: list[Result], end: str) -> Section:
     task = results[0].task
     networks = "separate networks for mean, variance (or logits) and value" if task.protocol == "paper" else "CleanRL's protocol"
     text = (
-        f"{task.algo.upper()} with {networks}; {conditions(results)}. {lengths(results)}. Returns are undiscounted. A seed that "
-        "diverged counts as the worst of all runs in its environment."
+        f"{task.algo.upper()} trained with {networks}, and these settings: {conditions(results)}. {lengths(results)}. "
+        "Returns are undiscounted. A seed that diverged counts as the worst of all runs in its environment."
     )
     groups: dict[str, dict[Cell, list[Result]]] = {}
     methods = methods_of(results)
@@ -147,7 +147,7 @@ def conditions(results: Sequence[Result]) -> str:
     trust = f"Δ = {', '.join(map(compact, radii))} for scaled optimizers{first}, " if radii else ""
     return (
         f"ε = {compact(task.eps)}, {trust}{'½ ' if task.half_value_loss else ''}(v − R)² for "
-        f"the critic, observations and rewards {'normalised' if task.normalize else 'not normalised'}, truncated episodes "
+        f"the critic, observations and rewards {'normalized' if task.normalize else 'not normalized'}, truncated episodes "
         f"{'bootstrapped with the value of their last state' if task.truncation == 'bootstrap' else 'treated as terminated'}"
     )
 
@@ -156,7 +156,7 @@ def lengths(results: list[Result]) -> str:
     envs: dict[int, dict[str, None]] = {}
     for result in results:
         envs.setdefault(result.task.steps, {})[result.task.env] = None
-    return "; ".join(f"{', '.join(names)}: {steps:,} steps" for steps, names in envs.items())
+    return "; ".join(f"{steps:,} environment steps on {', '.join(names)}" for steps, names in envs.items())
 
 
 def score_of(found: list[Result], worst: float) -> Summary:

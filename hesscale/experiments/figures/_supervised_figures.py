@@ -268,7 +268,7 @@ def accuracies(trained: list[Trained], name: str) -> Table:
     runs, notes = [result.values for found in trained for result in found.runs], []
     if any("scaled_share" in values for values in runs):
         columns["shortened, %"] = noted("scaled_share", ".3g", 100)
-        notes.append("“Shortened” is the share of steps that a trust region made shorter.")
+        notes.append("“Shortened” is the percentage of steps that the trust region made shorter.")
     if any(values.get("nonfinite_steps") for values in runs):
         columns["left out"] = noted("nonfinite_steps", ".3g")
         notes.append("“Left out” counts the steps that were skipped because gradients or curvature were not finite.")
@@ -297,7 +297,7 @@ def speeds(trained: list[Trained], name: str) -> Table:
     caption = (
         "Images per second are those of all networks that train together, in the median epoch. They are compared with Adam's "
         "only if the same number of networks trained together, with the same commit on the same kind of machine. “Outside "
-        "steps” is the share of the seconds in which batches are made."
+        "steps” is the percentage of the seconds that is spent on making batches."
     )
     return Table(name, "Speed of training", ["optimizer", *columns], rows_of(trained, columns), caption)
 

@@ -192,8 +192,8 @@ def section(results: list[Result], end: str) -> Section:
     items: list[Any] = [averages(sweeps, end)]
     for found in sweeps:
         items += [
-            plot(found, "ms", f"{found.kind}-time{end}", f"Time of an update against {found.kind}", "ms an update"),
-            plot(found, "ratio", f"{found.kind}-ratio{end}", f"Cost relative to Adam against {found.kind}", "ratio to Adam"),
+            plot(found, "ms", f"{found.kind}-time{end}", f"Time of an update by number of {found.kind}", "ms per update"),
+            plot(found, "ratio", f"{found.kind}-ratio{end}", relative_title(found), "ratio to Adam"),
             times_table(found, end),
             ratios_table(found, end),
         ]
@@ -254,7 +254,7 @@ def averages(sweeps: Sequence[Sweep], end: str) -> Table:
         count = sum(len(found.rows) for found in sweeps)
         published = f"{PUBLISHED[key[0]]:g}" if key[0] in PUBLISHED else "–"
         body.append([METHODS[key[0]].label, *cells, mean(together, count), span, published, mean(whole, count)])
-    return Table(f"averages{end}", "Cost relative to Adam, mean over sizes", header, body)
+    return Table(f"averages{end}", "Time relative to Adam's, mean over network sizes", header, body)
 
 
 def mean(values: Sequence[Mapping[str, float]], points: int) -> str:
@@ -264,16 +264,21 @@ def mean(values: Sequence[Mapping[str, float]], points: int) -> str:
     return text if len(values) == points else f"{text} ({len(values)} of {points} sizes)"
 
 
+def relative_title(found: Sweep) -> str:
+    return f"Time of an update relative to Adam's, by number of {found.kind}"
+
+
 def plot(found: Sweep, quantity: str, name: str, title: str, label: str) -> Plot:
-    return found.plot(quantity, name, title, label, f"{SWEEPS[found.kind]}; median and quartiles.{missing(found)}")
+    caption = f"{SWEEPS[found.kind]}. Points are medians over rounds, with quartiles.{missing(found)}"
+    return found.plot(quantity, name, title, label, caption)
 
 
 def times_table(found: Sweep, end: str) -> Table:
     """Milliseconds at every size, and the slope of log time against log size."""
     header = ["method", *map(str, found.rows), "slope", "slope − Adam's"]
     body: list[Sequence[str]] = [[found.label(key), *found.time_cells(key), *found.slope_cells(key)] for key in found.keys]
-    caption = f"{SWEEPS[found.kind]}. Slopes of log time against log size.{missing(found)}"
-    return Table(f"{found.kind}-time-table{end}", f"Milliseconds an update, by {found.kind}", header, body, caption)
+    caption = f"{SWEEPS[found.kind]}. “Slope” is that of log time against log size, by least squares.{missing(found)}"
+    return Table(f"{found.kind}-time-table{end}", f"Milliseconds per update, by number of {found.kind}", header, body, caption)
 
 
 def ratios_table(found: Sweep, end: str) -> Table:
@@ -281,8 +286,8 @@ def ratios_table(found: Sweep, end: str) -> Table:
     for key in found.keys:
         points = found.of(key, "ratio")
         body.append([found.label(key), *(spread(points[size]) if size in points else "–" for size in found.rows)])
-    header, title = ["method", *map(str, found.rows)], f"Ratio to Adam, by {found.kind}"
-    return Table(f"{found.kind}-ratio-table{end}", title, header, body, "Median and quartiles over rounds.")
+    header, title = ["method", *map(str, found.rows)], relative_title(found)
+    return Table(f"{found.kind}-ratio-table{end}", title, header, body, "Medians and quartiles over rounds, for each size.")
 
 
 def always(task: Task) -> bool:

@@ -128,13 +128,14 @@ def section(results: list[Result], end: str) -> Section:
     kinds = in_order(methods.values())
     runs = {kind: [result for result in ordered if methods[result.task] == kind] for kind in kinds}
     text = (
-        f"PPO on {task.env} for {task.steps:,} steps, α = {task.step_size:g}, {conditions(results)}. Returns are undiscounted; "
-        f"an episode is 4 s, or 100 steps. Standing still returns −{-STANDING_STILL:g} on average.\n\n"
+        f"PPO trained on {task.env} for {task.steps:,} steps, with these settings: α = {task.step_size:g}, "
+        f"{conditions(results)}. Returns are undiscounted. An episode is 4 s, or 100 steps. An arm that stands "
+        f"still has a return of −{-STANDING_STILL:g} on average.\n\n"
         "In the paper, on a real UR5, the policy that Adam learns deteriorates in many of five runs, after a peak at about "
         "80,000 steps. The policy of Scaled Adam deteriorates in none.\n\n"
-        f"Smoothed returns are means over a window of {WINDOW:.0%} of all steps, {WINDOW * task.steps / 100:,.0f} episodes. A "
-        "run's peak is the largest of them, its end the last, and its gain the peak minus the return of standing still. It "
-        f"deteriorated if it lost more than {MUCH:.0%} of its gain from peak to end, or diverged. Noise alone makes the peak "
+        f"Smoothed returns are means over a window of {WINDOW:.0%} of all steps, or {WINDOW * task.steps / 100:,.0f} episodes. A "
+        "run's peak is the largest of them, its end is the last, and its gain is the peak minus the return of standing still. A "
+        f"run deteriorated if it lost more than {MUCH:.0%} of its gain from peak to end, or diverged. Noise alone makes the peak "
         "higher than the end, so a small drop need not be a loss."
     )
     items: list[Plot | Heat | Table] = [
@@ -144,7 +145,7 @@ def section(results: list[Result], end: str) -> Section:
         mean_plot(runs, end),
         runs_plot(runs, end),
     ]
-    limit = ", the time limit as an end" if task.truncation == "terminate" else ""
+    limit = ", truncation counts as termination" if task.truncation == "terminate" else ""
     return Section(f"UR-Reacher with PPO, α = {task.step_size:g}{limit}", text, items, findings(runs, end))
 
 
@@ -183,10 +184,10 @@ def optimizers_table(runs: dict[Method, list[Result]], end: str) -> Table:
         rows.append([method.label, *cells, f"{bad} of {len(found)}", f"{diverged} of {len(found)}"])
     header = ["optimizer", "peak", "end", "drop", "drop, % of gain", f"steps to {GOAL}", "deteriorated", "diverged"]
     caption = (
-        "Means and standard errors are over runs. End and drop leave out the runs that diverged. "
+        "Smoothed returns: means and standard errors over runs. End and drop leave out the runs that diverged. "
         f"“Steps to {GOAL}” is the median step at which the smoothed return first gets there, of the runs that do."
     )
-    return Table(f"drops{end}", "From peak to end", header, rows, caption)
+    return Table(f"drops{end}", "Peak, end and drop of the return", header, rows, caption)
 
 
 def differences_table(runs: dict[Method, list[Result]], end: str) -> list[Table]:
@@ -203,7 +204,7 @@ def differences_table(runs: dict[Method, list[Result]], end: str) -> list[Table]
             rows.append([f"{method.label} − {first.label}", *cells, str(len(seeds))])
     caption = "Means and standard errors of the differences between two runs with the same seed."
     header = ["optimizers", "peak", "end", "drop", "seeds"]
-    return [Table(f"differences{end}", "Differences by seed", header, rows, caption)] if rows else []
+    return [Table(f"differences{end}", "Differences between optimizers, by seed", header, rows, caption)] if rows else []
 
 
 def values(found: Course) -> tuple[float, float, float]:
@@ -225,7 +226,7 @@ def runs_table(runs: dict[Method, list[Result]], end: str) -> Table:
             diverged = "no" if diverged_at is None else f"at {diverged_at:,}"
             rows.append([method.label, str(result.task.seed), *cells, diverged])
     header = ["optimizer", "seed", "peak", "at step", "end", "drop", "drop, % of gain", "diverged"]
-    caption = "Smoothed returns, with standard errors over the returns that were logged in the window."
+    caption = "Peak and end are smoothed returns, with standard errors over the returns that were logged in the window."
     return Table(f"each-run{end}", "Each run", header, rows, caption)
 
 

@@ -75,17 +75,19 @@ def section(results: list[Result], end: str) -> Section:
     whole = len(by_env) * len(cells) * len({r.task.seed for r in results})
     has_floor = {env for env, found in by_env.items() if any(r.task.optimizer == UNTRAINED for r in found)}
     paragraphs = [
-        f"{task.algo.upper()} with {conditions(results)}. {lengths(results)}.",
+        f"{task.algo.upper()} trained with these settings: {conditions(results)}. {lengths(results)}.",
         definition(results),
         "The paper finds both scaled optimizers insensitive to the step size with PPO, except on Humanoid.",
     ]
     if len(results) < whole:
-        paragraphs.append(f"This is not all of it: {len(results)} of {whole} runs.")
+        paragraphs.append(f"Some runs are missing: this report has {len(results)} of {whole}.")
     if has_floor and (without := by_env.keys() - has_floor):
-        paragraphs.append(f"Without untrained agents, so that 0 is the lowest average: {', '.join(sorted(without))}.")
+        paragraphs.append(
+            f"These environments have no untrained agents, so there 0 is the lowest average: {', '.join(sorted(without))}."
+        )
     if left_out := by_env.keys() - {scores.env for scores in known}:
         reason = "because no average is above that of untrained agents, all are the same, or no episode ended"
-        paragraphs.append(f"Left out, {reason}: {', '.join(sorted(left_out))}.")
+        paragraphs.append(f"These environments are left out, {reason}: {', '.join(sorted(left_out))}.")
     items: list[Any] = []
     found: list[Finding] = []
     if known:
@@ -141,7 +143,7 @@ def environment_plot(scores: Scores, kinds: Sequence[Method], algo: str, end: st
         f"The score 0 is a return of {scores.low:.1f}, and 1 is a return of {scores.high:.1f}. Lines are means over seeds, "
         "bands are standard errors."
     )
-    name, labels = f"{algo}-{scores.env}{end}", ("step size", "normalised return")
+    name, labels = f"{algo}-{scores.env}{end}", ("step size", "normalized return")
     return Plot(name, title, series, *labels, log_x=True, caption=caption, worse="down", kept=(0, 1))
 
 
@@ -157,7 +159,7 @@ def aggregate_plot(over_all: dict[Method, dict[float, Estimate]], count: int, al
         "Lines are interquartile means over seeds and environments. Bands are 95 % intervals of a stratified bootstrap "
         f"({RESAMPLES} resamples of seeds within environments)."
     )
-    labels = "step size", "IQM of normalised returns"
+    labels = "step size", "IQM of normalized returns"
     return Plot(f"{algo}-all{end}", title, series, *labels, log_x=True, caption=caption, worse="down", kept=(0, 1))
 
 

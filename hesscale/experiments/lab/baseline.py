@@ -107,7 +107,7 @@ def say(section: Section, account: Account) -> None:
     """Add a sentence to a section that it also shows earlier reports, and how their settings differ."""
     others = [text for facts in account.baselines if (text := differences(account, facts))]
     if account.baselines:
-        section.text = " ".join(["Beside these runs, those of earlier reports.", *others, section.text])
+        section.text = " ".join(["The figures and tables also show earlier reports.", *others, section.text])
 
 
 def differences(account: Account, earlier: Facts) -> str:
@@ -117,7 +117,7 @@ def differences(account: Account, earlier: Facts) -> str:
         own, other = (settings.get(name, "not known") for settings in (account.settings, there))
         if set(own.split(", ")) != set(other.split(", ")):
             found.append(f"{name} {other} (here {own})")
-    return f"Settings there: {'; '.join(found)}." if found else ""
+    return f"Their settings differ: {'; '.join(found)}." if found else ""
 
 
 def labels_of(item: Plot | Table) -> list[str]:
