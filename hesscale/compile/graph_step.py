@@ -46,6 +46,11 @@ class Training:
     last: StagedStep | None = None
     error: NonFiniteError | None = None
 
+    def raise_error(self) -> None:
+        if error := self.error:
+            self.error = None
+            raise error
+
 
 class GraphStep(ABC):
     """Steps with one forward graph.
@@ -135,13 +140,7 @@ class ModelStep(GraphStep):
         self.model = model
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
-        try:
-            return self.run(self.optimizer.signature(), inputs)
-        except NonFiniteError as error:
-            if "outputs" not in vars(error):  # the outputs of the forward pass, if it was completed
-                raise
-            self.training.error = error  # raised once Dynamo's code has set the attributes that the forward pass sets
-            return tuple(vars(error).pop("outputs"))
+        return self.run(self.optimizer.signature(), inputs)
 
     def eager(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """A step in eager mode, which runs the operators of the forward graph."""
@@ -153,12 +152,11 @@ class ModelStep(GraphStep):
         try:
             self.optimizer.train(outputs[self.forward.loss], others)
         except NonFiniteError as error:
-            vars(error)["outputs"] = results
-            raise
+            self.training.error = error
         return results
 
     def new_program(self, inputs: Sequence[Any]) -> Program:
-        return ModelProgram(FunctionalStep(self.forward, self.optimizer, inputs), self.model)
+        return ModelProgram(FunctionalStep(self.forward, self.optimizer, inputs), self.model, self.training)
 
 
 class FunctionalStep:
@@ -270,8 +268,8 @@ def signatures(tensors: Sequence[Tensor]) -> list[object]:
 class ModelProgram(Program):
     """The step of one model."""
 
-    def __init__(self, step: FunctionalStep, model: nn.Module) -> None:
-        self.step, self.model = step, model
+    def __init__(self, step: FunctionalStep, model: nn.Module, training: Training) -> None:
+        self.step, self.model, self.training = step, model, training
         super().__init__(trace(step, step.arguments, constants=True), step.arguments)
         mutated = mutated_arguments(self.graph)
         self.mutated = sorted(mutated)
@@ -314,13 +312,11 @@ class ModelProgram(Program):
 
     def finish(self, results: Sequence[Any]) -> tuple[Any, ...]:
         count = self.step.forward.outputs
-        outputs = tuple(results[:count])
         try:
             self.step.optimizer.record_step(results[count:])
         except NonFiniteError as error:
-            vars(error)["outputs"] = outputs
-            raise
-        return outputs
+            self.training.error = error
+        return tuple(results[:count])
 
     def repetition(self, batch: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], Tensor] | None:
         step, loss = self.step, self.step.forward.loss
@@ -339,6 +335,7 @@ class ModelProgram(Program):
                 if i is not None:
                     arguments[i] = tensor
             found: Tensor = self(arguments)[loss]
+            self.training.raise_error()
             return found
 
         return repeat

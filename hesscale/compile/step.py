@@ -231,9 +231,7 @@ class CompiledStep(CapturedStep):
     def run(self, captured: Captured, batch: Sequence[Any]) -> Tensor:
         function, given = captured.function(self.model, batch)
         loss = function(self.model, *given)
-        if error := self.training.error:
-            self.training.error = None
-            raise error
+        self.training.raise_error()
         return loss
 
     def run_eager(self, batch: Sequence[Any]) -> Tensor:
