@@ -13,7 +13,7 @@ from .dynamo import Captured, ForwardGraph
 from .ensemble_program import EnsembleProgram, Inputs, SeparateProgram, StackedProgram
 from .graph_step import FunctionalStep, GraphStep, Training
 from .members import Members
-from .optimizer import FunctionalOptimizer, Layout
+from .optimizer import FunctionalOptimizer
 from .program import Mode
 from .signature import BatchSignature
 from .step import CapturedStep, check_backend, uncompiled
@@ -175,11 +175,6 @@ class EnsembleStep(GraphStep):
         for k, step in enumerate(steps):
             if step.roles != first.roles:
                 raise ValueError(f"member {k} differs from member 0 in which parameters its optimizer trains")
-            if as_sets(step.layout) != as_sets(first.layout):
+            if step.layout != first.layout:
                 raise NeedsEagerPass("the optimizers of the members hold different kinds of state")
-            step.use_layout(first.layout, inputs.inputs[k])
         return self.kind(self.members, steps, inputs)
-
-
-def as_sets(layout: Layout) -> object:
-    return {(i, frozenset(names)) for i, names in layout.state}, set(layout.counters)

@@ -17,7 +17,7 @@ from .aliasing import overlaps
 from .dynamo import ForwardGraph
 from .fx_graphs import mutated_arguments
 from .make_fx import CannotTrace, trace
-from .optimizer import FunctionalOptimizer, Layout
+from .optimizer import FunctionalOptimizer
 from .program import Mode, Program
 from .signature import UNUSUAL, tensor_signature
 from .staged import StagedStep
@@ -187,12 +187,9 @@ class FunctionalStep:
         self.are_frozen = [isinstance(x, nn.Parameter) and not x.requires_grad for x in inputs]
         self.options: object = None  # for which these hold
         self.numbers: list[Tensor] = []
-        self.use_layout(optimizer.layout(self.parameters), inputs)
-
-    def use_layout(self, layout: Layout, inputs: Sequence[Tensor]) -> None:
-        """Pass the optimizer's tensors in the order of this layout."""
-        self.layout, self.state = layout, self.optimizer.tensors(layout, self.parameters)
-        self.state_signatures, self.held = signatures(self.state), self.optimizer.held()
+        self.layout = optimizer.layout(self.parameters)
+        self.state = optimizer.tensors(self.layout, self.parameters)
+        self.state_signatures, self.held = signatures(self.state), optimizer.held()
         self.arguments = [*inputs, *self.state, *self.current_numbers()]
 
     def current_numbers(self) -> list[Tensor]:
