@@ -18,7 +18,7 @@ from .dynamo import ForwardGraph
 from .fx_graphs import mutated_arguments
 from .make_fx import CannotTrace, trace
 from .optimizer import FunctionalOptimizer
-from .program import Mode, Program
+from .program import Program
 from .signature import UNUSUAL, tensor_signature
 from .staged import StagedStep
 
@@ -40,7 +40,7 @@ class Training:
 
     backend: str
     cuda_graph: bool
-    mode: Mode = Mode.EAGER
+    mode: str = "eager"
     reason: str = ""
     compilations: int = 0
     last: StagedStep | None = None
@@ -280,7 +280,7 @@ class ModelProgram(Program):
         if not self.step.fits(inputs):
             return False
         self.arguments = self.step.arguments
-        return self.mode is Mode.TRACED or not self.has_new_overlap()
+        return self.mode == "traced" or not self.has_new_overlap()
 
     def has_new_overlap(self) -> bool:
         """Whether an argument that it changes now shares memory with another one; quick if no tensor has moved."""

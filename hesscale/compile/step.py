@@ -18,7 +18,6 @@ from ..optim import CurvatureOptimizer
 from .dynamo import Captured, ForwardGraph, NotCaptured, Runner, TooManyGraphs
 from .graph_step import ModelStep, Training
 from .optimizer import FunctionalOptimizer
-from .program import Mode
 from .restore import restored
 from .signature import BatchSignature
 from .staged import MAX_EAGER_STEPS, warn
@@ -112,7 +111,7 @@ class CapturedStep(ABC):
 
     @property
     def mode(self) -> str:
-        return self.training.mode.value
+        return self.training.mode
 
     @property
     def reason(self) -> str:
@@ -159,7 +158,7 @@ class CapturedStep(ABC):
 
     def eager(self, batch: Sequence[Any], reason: str) -> Tensor:
         """A step in eager mode, by the model's own code."""
-        self.training.mode, self.training.reason = Mode.EAGER, reason
+        self.training.mode, self.training.reason = "eager", reason
         with torch.enable_grad(), without_compiled_parts():
             return self.run_eager(batch)
 
