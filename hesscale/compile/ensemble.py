@@ -82,7 +82,7 @@ class Ensemble(CapturedStep):
     """A training step of many models, which :func:`ensemble` returns. It has the attributes and methods of a compiled step."""
 
     def __init__(self, members: Members, loss_fn: Callable[..., Tensor], kind: type[EnsembleProgram], training: Training) -> None:
-        super().__init__(loss_fn, training)
+        super().__init__(members.models, loss_fn, members.optimizers, training)
         self.members, self.kind = members, kind
 
     @property
@@ -131,9 +131,6 @@ class Ensemble(CapturedStep):
 
     def run_eager(self, batch: Sequence[Any]) -> Tensor:
         return self.members.eager(self.loss_fn, *self.read(batch))
-
-    def trained(self) -> tuple[Sequence[nn.Module], Sequence[torch.optim.Optimizer]]:
-        return self.members.models, [optimizer.optimizer for optimizer in self.members.optimizers]
 
 
 class EnsembleStep(GraphStep):
