@@ -164,7 +164,7 @@ class EnsembleStep(GraphStep):
             return "a member's step sets something that the next member reads"
         return super().obstacle([x for own in inputs.inputs for x in own])
 
-    def new_program(self, inputs: Inputs) -> EnsembleProgram:  # type: ignore[override]
+    def program(self, inputs: Inputs) -> EnsembleProgram:  # type: ignore[override]
         pairs = zip(self.members.optimizers, inputs.inputs, strict=True)
         steps = [FunctionalStep(self.forward, optimizer, own) for optimizer, own in pairs]
         first = steps[0]

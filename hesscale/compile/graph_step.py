@@ -87,16 +87,12 @@ class GraphStep(ABC):
         try:
             found = self.steps.get(signature)
         except TypeError:  # an option is not hashable
-            return self.new_step("an option of the optimizer is neither a number nor hashable")
+            return StagedStep(self, "an option of the optimizer is neither a number nor hashable")
         if found is None:
             if len(self.steps) >= MAX_STEPS:
                 self.steps.pop(next(iter(self.steps)))
-            found = self.steps[signature] = self.new_step(self.optimizer.obstacle())
+            found = self.steps[signature] = StagedStep(self, self.optimizer.obstacle())
         return found
-
-    def new_step(self, obstacle: str) -> StagedStep:
-        captures = self.training.cuda_graph and self.optimizer.parameters()[0].is_cuda
-        return StagedStep(self, compiles=self.training.backend == "inductor", captures=captures, obstacle=obstacle)
 
     @abstractmethod
     def eager(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
@@ -111,9 +107,6 @@ class GraphStep(ABC):
         return ""
 
     @abstractmethod
-    def new_program(self, inputs: Sequence[Any]) -> Program:
-        """As :meth:`program`."""
-
     def program(self, inputs: Sequence[Any]) -> Program:
         """The step as a program.
 
@@ -121,15 +114,6 @@ class GraphStep(ABC):
             CannotTrace: the step does something that no flat graph of operators can hold.
             NeedsEagerPass: a step in eager mode has to find something out first.
         """
-        try:
-            program = self.new_program(inputs)
-        except CannotTrace as error:
-            changed = sorted({name for _, name, _ in self.optimizer.hyperparameters.arguments} - {"lr"})
-            if not changed:
-                raise
-            raise CannotTrace(f"{error} (perhaps because {', '.join(changed)} changed)") from None
-        self.training.compilations += 1
-        return program
 
 
 class ModelStep(GraphStep):
@@ -155,7 +139,7 @@ class ModelStep(GraphStep):
             self.training.error = error
         return results
 
-    def new_program(self, inputs: Sequence[Any]) -> Program:
+    def program(self, inputs: Sequence[Any]) -> Program:
         return ModelProgram(FunctionalStep(self.forward, self.optimizer, inputs), self.model, self.training)
 
 
