@@ -175,11 +175,6 @@ class FunctionalOptimizer:
         entries = chain.from_iterable(map(dict.values, state.values()))
         return [*self.parameters(), *state, *entries, *self.counters.values()]
 
-    def all_tensors(self) -> list[Tensor]:
-        """All tensors that the optimizer keeps."""
-        kept = [value for entries in self.optimizer.state.values() for value in entries.values()]
-        return [value for value in (*kept, *self.counters.values()) if isinstance(value, Tensor)]
-
     @property
     def counters(self) -> dict[str, Tensor]:
         return getattr(self.optimizer, "counters", {})
