@@ -121,7 +121,7 @@ class Ensemble(CapturedStep):
 
         inputs = Inputs(tensors, signature, BatchSignature.of(given)[0], [inputs for _, inputs in found], is_unchanged)
         outputs = graph.run(options, inputs)
-        if self.training.mode != "eager" and not graph.forward.is_pure:
+        if self.mode != "eager" and not graph.forward.is_pure:
             for k, model in enumerate(members.models):  # Dynamo's code sets the attributes that the model sets
                 graph.outputs = tuple([output[k].clone() for output in outputs])  # rows may be interleaved in memory
                 function(model, *signature.batch(members.part(tensors, k)))

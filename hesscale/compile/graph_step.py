@@ -32,7 +32,6 @@ class Training:
     Attributes:
         backend: ``"inductor"``, ``"traced"`` or ``"eager"``.
         cuda_graph: whether to capture compiled steps in a CUDA graph.
-        mode, reason: how the last step ran, and why it did not run in a faster mode.
         compilations: how many programs were made.
         last: the object that made the last step; None if the model's own code ran in eager mode.
         error: the error of a skipped step. It is raised once the model's attributes are set.
@@ -40,8 +39,6 @@ class Training:
 
     backend: str
     cuda_graph: bool
-    mode: str = "eager"
-    reason: str = ""
     compilations: int = 0
     last: StagedStep | None = None
     error: NonFiniteError | None = None
@@ -74,13 +71,10 @@ class GraphStep(ABC):
             signature: the options of the optimizer.
             inputs: the inputs of the forward graph.
         """
-        training = self.training
         if self.step is None or signature != self.signature:
             self.signature, self.step = signature, self.step_for(signature)
-        step = training.last = self.step
-        outputs = step(inputs)
-        training.mode, training.reason = step.mode, step.reason
-        return outputs
+        self.training.last = self.step
+        return self.step(inputs)
 
     def step_for(self, signature: object) -> StagedStep:
         """The step for these options of the optimizer. If there are too many steps, a new one replaces the oldest."""

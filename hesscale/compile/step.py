@@ -103,6 +103,7 @@ class CapturedStep(ABC):
     ) -> None:
         self.models, self.loss_fn, self.optimizers, self.training = models, loss_fn, optimizers, training
         self.captured: Captured | None = None
+        self.refusal = ""  # why the last step was not captured
         self.refused: dict[BatchSignature, str] = {}  # why batches with these signatures are not captured
         self.misses, self.max_misses = 0, MAX_MISSES  # steps in a row without a graph; above the maximum, all graphs are dropped
         self.warned: set[str] = set()  # reasons that have been given in a warning
@@ -117,11 +118,11 @@ class CapturedStep(ABC):
 
     @property
     def mode(self) -> str:
-        return self.training.mode
+        return "eager" if self.training.last is None else self.training.last.mode
 
     @property
     def reason(self) -> str:
-        return self.training.reason
+        return self.refusal if self.training.last is None else self.training.last.reason
 
     @property
     def compilations(self) -> int:
@@ -132,7 +133,7 @@ class CapturedStep(ABC):
             with torch.enable_grad():
                 return self(*batch)
         training = self.training
-        training.last = self.repeat = None
+        training.last, self.repeat, self.refusal = None, None, ""
         if training.backend == "eager":
             return self.eager(batch, "")
         if self.refused and (reason := self.refused.get(BatchSignature.of(batch)[1])):
@@ -164,7 +165,7 @@ class CapturedStep(ABC):
 
     def eager(self, batch: Sequence[Any], reason: str) -> Tensor:
         """A step in eager mode, by the model's own code."""
-        self.training.mode, self.training.reason = "eager", reason
+        self.refusal = reason
         with without_compiled_parts():
             return self.run_eager(batch)
 
