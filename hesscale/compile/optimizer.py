@@ -23,7 +23,7 @@ from .signature import PLAIN
 class Layout(NamedTuple):
     """The tensors that an optimizer keeps: the sorted names of each parameter's state, and those of its counters."""
 
-    state: list[tuple[int, tuple[str, ...]]]
+    state: list[tuple[int, list[str]]]
     counters: list[str]
 
 
@@ -160,7 +160,7 @@ class FunctionalOptimizer:
         """The tensors that the optimizer keeps for these parameters."""
         state = self.optimizer.state
         held = [(i, state[p]) for i, p in enumerate(parameters) if p in state]
-        names = [(i, tuple(sorted([name for name, value in entries.items() if isinstance(value, Tensor)]))) for i, entries in held]
+        names = [(i, sorted([name for name, value in entries.items() if isinstance(value, Tensor)])) for i, entries in held]
         return Layout([found for found in names if found[1]], sorted(self.counters))
 
     def tensors(self, layout: Layout, parameters: Sequence[Tensor]) -> list[Tensor]:

@@ -17,7 +17,7 @@ from torch.torch_version import TorchVersion
 
 def options() -> dict[str, Any]:
     """TorchInductor's options with which each draw waits for the draw before it, as torch 2.12 does by itself."""
-    if TorchVersion(torch.__version__) >= (2, 12):
+    if TorchVersion(torch.__version__) >= "2.12":
         return {}
     from torch._inductor.custom_graph_pass import CustomGraphPass
     from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
