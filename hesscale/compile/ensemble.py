@@ -13,8 +13,7 @@ from .dynamo import Captured, ForwardGraph
 from .ensemble_program import EnsembleProgram, Inputs, SeparateProgram, StackedProgram
 from .graph_step import FunctionalStep, GraphStep, Training
 from .members import Members
-from .optimizer import FunctionalOptimizer, Layout
-from .program import Mode
+from .optimizer import FunctionalOptimizer
 from .signature import BatchSignature
 from .step import CapturedStep, check_backend, uncompiled
 
@@ -83,14 +82,14 @@ class Ensemble(CapturedStep):
     """A training step of many models, which :func:`ensemble` returns. It has the attributes and methods of a compiled step."""
 
     def __init__(self, members: Members, loss_fn: Callable[..., Tensor], kind: type[EnsembleProgram], training: Training) -> None:
-        super().__init__(loss_fn, training)
+        super().__init__(members.models, loss_fn, members.optimizers, training)
         self.members, self.kind = members, kind
 
     @property
     def modes(self) -> list[str]:
         """The modes of all kinds of step, such as those with and without new curvature."""
         graphs: list[Any] = [] if self.captured is None else self.captured.runners
-        return sorted({step.mode.value for graph in graphs for step in graph.steps.values()}) or [self.mode]
+        return sorted({step.mode for graph in graphs for step in graph.steps.values()}) or [self.mode]
 
     def graph_step(self, forward: ForwardGraph) -> EnsembleStep:
         return EnsembleStep(forward, self.training, self.members, self.loss_fn, self.kind)
@@ -122,7 +121,7 @@ class Ensemble(CapturedStep):
 
         inputs = Inputs(tensors, signature, BatchSignature.of(given)[0], [inputs for _, inputs in found], is_unchanged)
         outputs = graph.run(options, inputs)
-        if self.training.mode is not Mode.EAGER and not graph.forward.is_pure:
+        if self.mode != "eager" and not graph.forward.is_pure:
             for k, model in enumerate(members.models):  # Dynamo's code sets the attributes that the model sets
                 graph.outputs = tuple([output[k].clone() for output in outputs])  # rows may be interleaved in memory
                 function(model, *signature.batch(members.part(tensors, k)))
@@ -132,9 +131,6 @@ class Ensemble(CapturedStep):
 
     def run_eager(self, batch: Sequence[Any]) -> Tensor:
         return self.members.eager(self.loss_fn, *self.read(batch))
-
-    def trained(self) -> tuple[Sequence[nn.Module], Sequence[torch.optim.Optimizer]]:
-        return self.members.models, [optimizer.optimizer for optimizer in self.members.optimizers]
 
 
 class EnsembleStep(GraphStep):
@@ -168,18 +164,13 @@ class EnsembleStep(GraphStep):
             return "a member's step sets something that the next member reads"
         return super().obstacle([x for own in inputs.inputs for x in own])
 
-    def new_program(self, inputs: Inputs) -> EnsembleProgram:  # type: ignore[override]
+    def program(self, inputs: Inputs) -> EnsembleProgram:  # type: ignore[override]
         pairs = zip(self.members.optimizers, inputs.inputs, strict=True)
         steps = [FunctionalStep(self.forward, optimizer, own) for optimizer, own in pairs]
         first = steps[0]
         for k, step in enumerate(steps):
             if step.roles != first.roles:
                 raise ValueError(f"member {k} differs from member 0 in which parameters its optimizer trains")
-            if as_sets(step.layout) != as_sets(first.layout):
+            if step.layout != first.layout:
                 raise NeedsEagerPass("the optimizers of the members hold different kinds of state")
-            step.use_layout(first.layout, inputs.inputs[k])
         return self.kind(self.members, steps, inputs)
-
-
-def as_sets(layout: Layout) -> object:
-    return {(i, frozenset(names)) for i, names in layout.state}, set(layout.counters)

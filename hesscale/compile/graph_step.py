@@ -17,8 +17,8 @@ from .aliasing import overlaps
 from .dynamo import ForwardGraph
 from .fx_graphs import mutated_arguments
 from .make_fx import CannotTrace, trace
-from .optimizer import FunctionalOptimizer, Layout
-from .program import Mode, Program
+from .optimizer import FunctionalOptimizer
+from .program import Program
 from .signature import UNUSUAL, tensor_signature
 from .staged import StagedStep
 
@@ -32,7 +32,6 @@ class Training:
     Attributes:
         backend: ``"inductor"``, ``"traced"`` or ``"eager"``.
         cuda_graph: whether to capture compiled steps in a CUDA graph.
-        mode, reason: how the last step ran, and why it did not run in a faster mode.
         compilations: how many programs were made.
         last: the object that made the last step; None if the model's own code ran in eager mode.
         error: the error of a skipped step. It is raised once the model's attributes are set.
@@ -40,11 +39,14 @@ class Training:
 
     backend: str
     cuda_graph: bool
-    mode: Mode = Mode.EAGER
-    reason: str = ""
     compilations: int = 0
     last: StagedStep | None = None
     error: NonFiniteError | None = None
+
+    def raise_error(self) -> None:
+        if error := self.error:
+            self.error = None
+            raise error
 
 
 class GraphStep(ABC):
@@ -69,29 +71,22 @@ class GraphStep(ABC):
             signature: the options of the optimizer.
             inputs: the inputs of the forward graph.
         """
-        training = self.training
         if self.step is None or signature != self.signature:
             self.signature, self.step = signature, self.step_for(signature)
-        step = training.last = self.step
-        outputs = step(inputs)
-        training.mode, training.reason = step.mode, step.reason
-        return outputs
+        self.training.last = self.step
+        return self.step(inputs)
 
     def step_for(self, signature: object) -> StagedStep:
         """The step for these options of the optimizer. If there are too many steps, a new one replaces the oldest."""
         try:
             found = self.steps.get(signature)
         except TypeError:  # an option is not hashable
-            return self.new_step("an option of the optimizer is neither a number nor hashable")
+            return StagedStep(self, "an option of the optimizer is neither a number nor hashable")
         if found is None:
             if len(self.steps) >= MAX_STEPS:
                 self.steps.pop(next(iter(self.steps)))
-            found = self.steps[signature] = self.new_step(self.optimizer.obstacle())
+            found = self.steps[signature] = StagedStep(self, self.optimizer.obstacle())
         return found
-
-    def new_step(self, obstacle: str) -> StagedStep:
-        captures = self.training.cuda_graph and self.optimizer.parameters()[0].is_cuda
-        return StagedStep(self, compiles=self.training.backend == "inductor", captures=captures, obstacle=obstacle)
 
     @abstractmethod
     def eager(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
@@ -106,9 +101,6 @@ class GraphStep(ABC):
         return ""
 
     @abstractmethod
-    def new_program(self, inputs: Sequence[Any]) -> Program:
-        """As :meth:`program`."""
-
     def program(self, inputs: Sequence[Any]) -> Program:
         """The step as a program.
 
@@ -116,15 +108,6 @@ class GraphStep(ABC):
             CannotTrace: the step does something that no flat graph of operators can hold.
             NeedsEagerPass: a step in eager mode has to find something out first.
         """
-        try:
-            program = self.new_program(inputs)
-        except CannotTrace as error:
-            changed = sorted({name for _, name, _ in self.optimizer.hyperparameters.arguments} - {"lr"})
-            if not changed:
-                raise
-            raise CannotTrace(f"{error} (perhaps because {', '.join(changed)} changed)") from None
-        self.training.compilations += 1
-        return program
 
 
 class ModelStep(GraphStep):
@@ -135,13 +118,7 @@ class ModelStep(GraphStep):
         self.model = model
 
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
-        try:
-            return self.run(self.optimizer.signature(), inputs)
-        except NonFiniteError as error:
-            if "outputs" not in vars(error):  # the outputs of the forward pass, if it was completed
-                raise
-            self.training.error = error  # raised once Dynamo's code has set the attributes that the forward pass sets
-            return tuple(vars(error).pop("outputs"))
+        return self.run(self.optimizer.signature(), inputs)
 
     def eager(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """A step in eager mode, which runs the operators of the forward graph."""
@@ -153,12 +130,11 @@ class ModelStep(GraphStep):
         try:
             self.optimizer.train(outputs[self.forward.loss], others)
         except NonFiniteError as error:
-            vars(error)["outputs"] = results
-            raise
+            self.training.error = error
         return results
 
-    def new_program(self, inputs: Sequence[Any]) -> Program:
-        return ModelProgram(FunctionalStep(self.forward, self.optimizer, inputs), self.model)
+    def program(self, inputs: Sequence[Any]) -> Program:
+        return ModelProgram(FunctionalStep(self.forward, self.optimizer, inputs), self.model, self.training)
 
 
 class FunctionalStep:
@@ -189,12 +165,9 @@ class FunctionalStep:
         self.are_frozen = [isinstance(x, nn.Parameter) and not x.requires_grad for x in inputs]
         self.options: object = None  # for which these hold
         self.numbers: list[Tensor] = []
-        self.use_layout(optimizer.layout(self.parameters), inputs)
-
-    def use_layout(self, layout: Layout, inputs: Sequence[Tensor]) -> None:
-        """Pass the optimizer's tensors in the order of this layout."""
-        self.layout, self.state = layout, self.optimizer.tensors(layout, self.parameters)
-        self.state_signatures, self.held = signatures(self.state), self.optimizer.held()
+        self.layout = optimizer.layout(self.parameters)
+        self.state = optimizer.tensors(self.layout, self.parameters)
+        self.state_signatures, self.held = signatures(self.state), optimizer.held()
         self.arguments = [*inputs, *self.state, *self.current_numbers()]
 
     def current_numbers(self) -> list[Tensor]:
@@ -270,8 +243,8 @@ def signatures(tensors: Sequence[Tensor]) -> list[object]:
 class ModelProgram(Program):
     """The step of one model."""
 
-    def __init__(self, step: FunctionalStep, model: nn.Module) -> None:
-        self.step, self.model = step, model
+    def __init__(self, step: FunctionalStep, model: nn.Module, training: Training) -> None:
+        self.step, self.model, self.training = step, model, training
         super().__init__(trace(step, step.arguments, constants=True), step.arguments)
         mutated = mutated_arguments(self.graph)
         self.mutated = sorted(mutated)
@@ -285,7 +258,7 @@ class ModelProgram(Program):
         if not self.step.fits(inputs):
             return False
         self.arguments = self.step.arguments
-        return self.mode is Mode.TRACED or not self.has_new_overlap()
+        return self.mode == "traced" or not self.has_new_overlap()
 
     def has_new_overlap(self) -> bool:
         """Whether an argument that it changes now shares memory with another one; quick if no tensor has moved."""
@@ -314,13 +287,11 @@ class ModelProgram(Program):
 
     def finish(self, results: Sequence[Any]) -> tuple[Any, ...]:
         count = self.step.forward.outputs
-        outputs = tuple(results[:count])
         try:
             self.step.optimizer.record_step(results[count:])
         except NonFiniteError as error:
-            vars(error)["outputs"] = outputs
-            raise
-        return outputs
+            self.training.error = error
+        return tuple(results[:count])
 
     def repetition(self, batch: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], Tensor] | None:
         step, loss = self.step, self.step.forward.loss
@@ -339,6 +310,7 @@ class ModelProgram(Program):
                 if i is not None:
                     arguments[i] = tensor
             found: Tensor = self(arguments)[loss]
+            self.training.raise_error()
             return found
 
         return repeat

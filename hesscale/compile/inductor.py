@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from .verify import difference, uses_16_bits
+from .workarounds import draw_order
 from .workarounds.cpu_math import with_own_math
-from .workarounds.draw_order import separate_draws
 
 
 def compile_graph(graph: GraphModule, tensors: Sequence[Tensor]) -> Callable[..., Any]:
@@ -22,7 +22,7 @@ def compile_graph(graph: GraphModule, tensors: Sequence[Tensor]) -> Callable[...
     from torch._inductor import config
 
     unchecked = [name for name in ("size_asserts", "alignment_asserts") if hasattr(config, name)]  # the caller checks
-    options: dict[str, Any] = {"fallback_random": True, **dict.fromkeys(unchecked, False)}
+    options: dict[str, Any] = {"fallback_random": True, **draw_order.options(), **dict.fromkeys(unchecked, False)}
     faster = "combo_kernels" if tensors[0].is_cuda else "cpp_wrapper"  # fuses small kernels; calls kernels from C++
     with contextlib.suppress(Exception):  # not every graph can be compiled with it
         return checked(_inductor.compile, graph, tensors, {**options, faster: True})
@@ -35,11 +35,7 @@ MAX_CHECKED = 2**30  # bytes
 def checked(compiler: Any, graph: GraphModule, tensors: Sequence[Tensor], options: dict[str, Any]) -> Callable[..., Any]:
     """Compile the graph, and check that the code gives the same results as the graph, except for rounding."""
     with torch.no_grad():
-        apart, draws = separate_draws(graph)
-        code: Callable[..., Any] = compiler(
-            with_own_math(apart), [*tensors, *[draw.result.empty() for draw in draws]], options=options
-        )
-        compiled = (lambda *given: code(*given, *[draw() for draw in draws])) if draws else code
+        compiled: Callable[..., Any] = compiler(with_own_math(graph), tensors, options=options)
         if sum([tensor.nbytes for tensor in tensors]) <= MAX_CHECKED:
             with whole_precision():
                 expected, found = (outcome(run, tensors) for run in (graph, compiled))

@@ -145,7 +145,8 @@ class Members:
         """
         self.check_alike()
         pairs = list(zip(self.models, self.optimizers, strict=True))
-        self.check_apart([[*tensors_of(model), *optimizer.all_tensors()] for model, optimizer in pairs])
+        held = [[*tensors_of(model), *optimizer.held()] for model, optimizer in pairs]
+        self.check_apart([[x for x in found if isinstance(x, Tensor)] for found in held])
         losses = []
         for k, (model, optimizer) in enumerate(pairs):
             before_each(k)

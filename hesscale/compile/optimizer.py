@@ -21,9 +21,9 @@ from .signature import PLAIN
 
 
 class Layout(NamedTuple):
-    """The tensors that an optimizer keeps: the names of each parameter's state, and the names of its counters."""
+    """The tensors that an optimizer keeps: the sorted names of each parameter's state, and those of its counters."""
 
-    state: list[tuple[int, tuple[str, ...]]]
+    state: list[tuple[int, list[str]]]
     counters: list[str]
 
 
@@ -160,8 +160,8 @@ class FunctionalOptimizer:
         """The tensors that the optimizer keeps for these parameters."""
         state = self.optimizer.state
         held = [(i, state[p]) for i, p in enumerate(parameters) if p in state]
-        names = [(i, tuple([name for name, value in entries.items() if isinstance(value, Tensor)])) for i, entries in held]
-        return Layout([found for found in names if found[1]], list(self.counters))
+        names = [(i, sorted([name for name, value in entries.items() if isinstance(value, Tensor)])) for i, entries in held]
+        return Layout([found for found in names if found[1]], sorted(self.counters))
 
     def tensors(self, layout: Layout, parameters: Sequence[Tensor]) -> list[Tensor]:
         """The tensors of a layout. Raises KeyError if the optimizer no longer has some of them."""
@@ -174,11 +174,6 @@ class FunctionalOptimizer:
         state = self.optimizer.state
         entries = chain.from_iterable(map(dict.values, state.values()))
         return [*self.parameters(), *state, *entries, *self.counters.values()]
-
-    def all_tensors(self) -> list[Tensor]:
-        """All tensors that the optimizer keeps."""
-        kept = [value for entries in self.optimizer.state.values() for value in entries.values()]
-        return [value for value in (*kept, *self.counters.values()) if isinstance(value, Tensor)]
 
     @property
     def counters(self) -> dict[str, Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from enum import Enum
 from typing import Any
 
 import torch
@@ -15,16 +14,6 @@ from .cuda_graph import CudaGraph
 from .inductor import compile_graph
 
 Code = Callable[..., Sequence[Any]]
-
-
-class Mode(Enum):
-    """How a step runs."""
-
-    EAGER = "eager"
-    TRACED = "traced"
-    COMPILED = "compiled"
-    CUDA_GRAPH = "compiled + CUDA graph"
-    TRACED_CUDA_GRAPH = "traced + CUDA graph"
 
 
 class Program(ABC):
@@ -38,8 +27,13 @@ class Program(ABC):
     def __init__(self, graph: GraphModule, arguments: list[Tensor]) -> None:
         self.graph, self.arguments = graph, arguments
         self.code: Code = self.arrange(graph.forward)  # __call__ would run global module hooks
-        self.mode, self.has_run = Mode.TRACED, False
+        self.is_compiled = self.has_run = False
         self.cuda_graph: CudaGraph | None = None
+
+    @property
+    def mode(self) -> str:
+        kind = "compiled" if self.is_compiled else "traced"
+        return kind if self.cuda_graph is None else f"{kind} + CUDA graph"
 
     @abstractmethod
     def fits(self, inputs: Sequence[Any]) -> bool:
@@ -86,7 +80,7 @@ class Program(ABC):
         if self.shares_memory():
             raise RuntimeError("tensors that it changes share memory with others, which its code would change in another order")
         self.code = self.arrange(compile_graph(self.graph, [tensor.detach() for tensor in self.example()]))
-        self.mode = Mode.COMPILED
+        self.is_compiled = True
 
     def capture(self) -> None:
         """Capture the code in a CUDA graph. Capture it again if a tensor that the graph reads in place has moved."""
@@ -98,4 +92,3 @@ class Program(ABC):
                 return
         self.cuda_graph = None  # frees its memory before the new graph takes any
         self.cuda_graph = CudaGraph(self.code, self.arguments, copied | self.copied_arguments(moved))
-        self.mode = Mode.TRACED_CUDA_GRAPH if self.mode in (Mode.TRACED, Mode.TRACED_CUDA_GRAPH) else Mode.CUDA_GRAPH

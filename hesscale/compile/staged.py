@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import CompileWarning, NeedsEagerPass
 from .make_fx import TRACING, CannotTrace, first_line
-from .program import Mode, Program
+from .program import Program
 
 if TYPE_CHECKING:
     from .graph_step import GraphStep
@@ -26,13 +26,12 @@ class StagedStep:
 
     Args:
         source: makes the steps.
-        compiles: whether to compile the traced graph.
-        captures: whether to capture the code in a CUDA graph.
         obstacle: why the step has to stay in eager mode; empty if it does not.
     """
 
-    def __init__(self, source: GraphStep, *, compiles: bool, captures: bool, obstacle: str = "") -> None:
-        self.source, self.compiles, self.captures = source, compiles, captures
+    def __init__(self, source: GraphStep, obstacle: str) -> None:
+        self.source = source
+        self.captures = source.training.cuda_graph and source.optimizer.parameters()[0].is_cuda
         self.program: Program | None = None
         self.builds = 0
         self.eager_steps = 0
@@ -42,8 +41,8 @@ class StagedStep:
             self.give_up(obstacle)
 
     @property
-    def mode(self) -> Mode:
-        return Mode.EAGER if self.program is None else self.program.mode
+    def mode(self) -> str:
+        return "eager" if self.program is None else self.program.mode
 
     @property
     def is_settled(self) -> bool:
@@ -83,11 +82,14 @@ class StagedStep:
                 self.give_up(str(error))
             return
         except CannotTrace as error:
-            self.give_up(f"it cannot be traced: {error}")
+            changed = sorted({name for _, name, _ in self.source.optimizer.hyperparameters.arguments} - {"lr"})
+            cause = f" (perhaps because {', '.join(changed)} changed)" if changed else ""
+            self.give_up(f"it cannot be traced: {error}{cause}")
             return
         self.builds += 1
+        self.source.training.compilations += 1
         self.reason = ""
-        if self.compiles:
+        if self.source.training.backend == "inductor":
             self.compile(self.program)
 
     def compile(self, program: Program) -> None:

@@ -18,7 +18,6 @@ from ..optim import CurvatureOptimizer
 from .dynamo import Captured, ForwardGraph, NotCaptured, Runner, TooManyGraphs
 from .graph_step import ModelStep, Training
 from .optimizer import FunctionalOptimizer
-from .program import Mode
 from .restore import restored
 from .signature import BatchSignature
 from .staged import MAX_EAGER_STEPS, warn
@@ -95,9 +94,16 @@ class CapturedStep(ABC):
         compilations: how many programs have been traced, and compiled where that is possible.
     """
 
-    def __init__(self, loss_fn: Callable[..., Tensor], training: Training) -> None:
-        self.training, self.loss_fn = training, loss_fn
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        loss_fn: Callable[..., Tensor],
+        optimizers: Sequence[FunctionalOptimizer],
+        training: Training,
+    ) -> None:
+        self.models, self.loss_fn, self.optimizers, self.training = models, loss_fn, optimizers, training
         self.captured: Captured | None = None
+        self.refusal = ""  # why the last step was not captured
         self.refused: dict[BatchSignature, str] = {}  # why batches with these signatures are not captured
         self.misses, self.max_misses = 0, MAX_MISSES  # steps in a row without a graph; above the maximum, all graphs are dropped
         self.warned: set[str] = set()  # reasons that have been given in a warning
@@ -112,11 +118,11 @@ class CapturedStep(ABC):
 
     @property
     def mode(self) -> str:
-        return self.training.mode.value
+        return "eager" if self.training.last is None else self.training.last.mode
 
     @property
     def reason(self) -> str:
-        return self.training.reason
+        return self.refusal if self.training.last is None else self.training.last.reason
 
     @property
     def compilations(self) -> int:
@@ -127,7 +133,7 @@ class CapturedStep(ABC):
             with torch.enable_grad():
                 return self(*batch)
         training = self.training
-        training.last = self.repeat = None
+        training.last, self.repeat, self.refusal = None, None, ""
         if training.backend == "eager":
             return self.eager(batch, "")
         if self.refused and (reason := self.refused.get(BatchSignature.of(batch)[1])):
@@ -159,8 +165,8 @@ class CapturedStep(ABC):
 
     def eager(self, batch: Sequence[Any], reason: str) -> Tensor:
         """A step in eager mode, by the model's own code."""
-        self.training.mode, self.training.reason = Mode.EAGER, reason
-        with torch.enable_grad(), without_compiled_parts():
+        self.refusal = reason
+        with without_compiled_parts():
             return self.run_eager(batch)
 
     def again(self, *batch: Any) -> Tensor:
@@ -187,8 +193,8 @@ class CapturedStep(ABC):
         Parameters, buffers, the optimizer's state and the state of torch's random number generators are restored. Anything
         else that the model's code changes, such as its counters and lists, stays changed.
         """
-        models, optimizers = self.trained()
-        with restored(models, optimizers):
+        optimizers = [functional.optimizer for functional in self.optimizers]
+        with restored(self.models, optimizers):
             for phase in curvature_phases(optimizers[0]):
                 for _ in range(MAX_WARM_UP):
                     for group in [group for optimizer in optimizers for group in optimizer.param_groups]:
@@ -210,10 +216,6 @@ class CapturedStep(ABC):
     def run_eager(self, batch: Sequence[Any]) -> Tensor:
         """A step in eager mode, by the model's own code."""
 
-    @abstractmethod
-    def trained(self) -> tuple[Sequence[nn.Module], Sequence[torch.optim.Optimizer]]:
-        """The models that it trains, and their optimizers."""
-
 
 class CompiledStep(CapturedStep):
     """A training step that compiles itself, which :func:`compile_step` returns."""
@@ -221,26 +223,20 @@ class CompiledStep(CapturedStep):
     def __init__(
         self, model: nn.Module, loss_fn: Callable[..., Tensor], optimizer: FunctionalOptimizer, training: Training
     ) -> None:
-        super().__init__(loss_fn, training)
-        self.model = uncompiled(model)
-        self.functional_optimizer, self.optimizer = optimizer, optimizer.optimizer
+        self.model, self.optimizer = uncompiled(model), optimizer.optimizer
+        super().__init__([self.model], loss_fn, [optimizer], training)
 
     def graph_step(self, forward: ForwardGraph) -> Runner:
-        return ModelStep(forward, self.training, self.model, self.functional_optimizer)
+        return ModelStep(forward, self.training, self.model, self.optimizers[0])
 
     def run(self, captured: Captured, batch: Sequence[Any]) -> Tensor:
         function, given = captured.function(self.model, batch)
         loss = function(self.model, *given)
-        if error := self.training.error:
-            self.training.error = None
-            raise error
+        self.training.raise_error()
         return loss
 
     def run_eager(self, batch: Sequence[Any]) -> Tensor:
-        return self.functional_optimizer.train_model(self.model, self.loss_fn, batch)
-
-    def trained(self) -> tuple[Sequence[nn.Module], Sequence[torch.optim.Optimizer]]:
-        return [self.model], [self.optimizer]
+        return self.optimizers[0].train_model(self.model, self.loss_fn, batch)
 
 
 def curvature_phases(optimizer: torch.optim.Optimizer) -> list[int]:

@@ -970,6 +970,18 @@ def test_a_nonfinite_step_raises_and_changes_nothing(backend, decay):
     assert optimizer.param_groups[0]["step_count"] == 7
 
 
+def test_a_nonfinite_step_made_by_again_raises_once():
+    step = hesscale.compile_step(model := mlp(), mse, ada(model.parameters()), backend="traced")
+    data = batches(4)
+    train(step, data)
+    for _ in range(2):
+        step.again(*data[0])
+        with pytest.raises(NonFiniteError):
+            step.again(data[0][0] * torch.inf, data[0][1])
+    step.again(*data[0])
+    assert step.optimizer.nonfinite_steps == 2
+
+
 @pytest.mark.parametrize("radius", [None, 1e-6])
 def test_skipped_steps_are_counted(radius):
     def make(params):

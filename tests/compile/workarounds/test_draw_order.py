@@ -1,4 +1,4 @@
-"""Random numbers that are drawn outside of a graph are those that the graph would have drawn."""
+"""Compiled code draws the random numbers that its graph draws."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import Tensor, _inductor, nn
 import hesscale
 from hesscale.compile.inductor import compile_graph
 from hesscale.compile.make_fx import trace
-from hesscale.compile.workarounds.draw_order import is_draw, separate_draws
 
 slow = pytest.mark.slow
 
@@ -38,26 +37,6 @@ def in_place(x: Tensor) -> list[Tensor]:
     return [F.dropout(x, 0.5).mul_(2)]
 
 
-@pytest.mark.parametrize("function", [dropped, of_many_kinds, nothing_left, in_place])
-def test_separate_draws_give_the_numbers_of_the_graph(function):
-    torch.manual_seed(0)
-    x = torch.randn(6, 4, dtype=torch.float64).t()
-    graph = trace(function, [x])
-    apart, draws = separate_draws(graph)
-    assert draws
-    assert not any(map(is_draw, apart.graph.nodes))
-    assert sum(map(is_draw, graph.graph.nodes)) == len(draws)
-    outcomes = []
-    for _ in range(2):
-        given = x.clone()
-        torch.manual_seed(1)
-        outcomes.append([*(graph(given) if not outcomes else apart(given, *[draw() for draw in draws])), given])
-        outcomes[-1].append(torch.rand(()))  # and what is drawn next is the same
-    torch.testing.assert_close(*outcomes)
-    for draw in draws:
-        assert (draw().shape, draw().stride(), draw().dtype, draw().device) == tuple(draw.result)
-
-
 def by_values(x: Tensor) -> list[Tensor]:
     return [torch.bernoulli(x.sigmoid()), *dropped(x)]
 
@@ -71,23 +50,6 @@ def into_what_is_used(x: Tensor) -> list[Tensor]:
     before = place.view(-1)
     place.uniform_()
     return [before, *dropped(x)]
-
-
-def evaluated(x: Tensor) -> list[Tensor]:
-    return [torch.native_dropout(x, 0.5, False)[0], *dropped(x)]
-
-
-def once(x: Tensor) -> list[Tensor]:
-    return [F.dropout(x)]
-
-
-@pytest.mark.parametrize("function", [by_values, over_numbers, into_what_is_used, evaluated, once])
-def test_other_graphs_are_not_changed(function):
-    graph = trace(function, [torch.randn(3, 2)])
-    assert any(map(is_draw, graph.graph.nodes))
-    apart, draws = separate_draws(graph)
-    assert apart is graph
-    assert not draws
 
 
 def with_numbers_that_depend_on_nothing(x: Tensor) -> list[Tensor]:
@@ -112,19 +74,25 @@ def test_pytorch_bug_draws_are_reordered_before_2_12():
     assert is_ordered == (torch.torch_version.TorchVersion(torch.__version__) >= (2, 12))
 
 
+FUNCTIONS = [dropped, of_many_kinds, nothing_left, in_place, by_values, over_numbers, into_what_is_used]
+
+
 @slow
 @has_compiler
-def test_compiled_code_has_the_numbers_of_the_graph():
-    x = torch.randn(6, 4).t()
-    compiled = compile_graph(trace(of_many_kinds, [x]), [x])
-    torch.manual_seed(3)
+@pytest.mark.parametrize("function", [*FUNCTIONS, with_numbers_that_depend_on_nothing])
+def test_compiled_code_has_the_numbers_of_the_graph(function):
+    torch.manual_seed(0)
+    x = torch.rand(4, 6)
+    graph = trace(function, [x])
     state = torch.get_rng_state()
-    expected = of_many_kinds(x)
-    torch.set_rng_state(state)
-    torch.testing.assert_close(list(compiled(x)), expected)
-    state = torch.get_rng_state()
-    compile_graph(trace(of_many_kinds, [x]), [x])
+    compiled = compile_graph(graph, [x])
     assert torch.equal(torch.get_rng_state(), state)  # compiling draws nothing
+    outcomes = []
+    for run in (graph, compiled):
+        given = x.clone()
+        torch.manual_seed(3)
+        outcomes.append([*run(given), given, torch.rand(())])  # and what is drawn next is the same
+    torch.testing.assert_close(*outcomes)
 
 
 @slow
