@@ -14,6 +14,7 @@ from .ensemble_program import EnsembleProgram, Inputs, SeparateProgram, StackedP
 from .graph_step import FunctionalStep, GraphStep, Training
 from .members import Members
 from .optimizer import FunctionalOptimizer
+from .program import Mode
 from .signature import BatchSignature
 from .step import CapturedStep, check_backend, uncompiled
 
@@ -89,7 +90,7 @@ class Ensemble(CapturedStep):
     def modes(self) -> list[str]:
         """The modes of all kinds of step, such as those with and without new curvature."""
         graphs: list[Any] = [] if self.captured is None else self.captured.runners
-        return sorted({step.mode for graph in graphs for step in graph.steps.values()}) or [self.mode]
+        return sorted({step.mode.value for graph in graphs for step in graph.steps.values()}) or [self.mode]
 
     def graph_step(self, forward: ForwardGraph) -> EnsembleStep:
         return EnsembleStep(forward, self.training, self.members, self.loss_fn, self.kind)
@@ -121,7 +122,7 @@ class Ensemble(CapturedStep):
 
         inputs = Inputs(tensors, signature, BatchSignature.of(given)[0], [inputs for _, inputs in found], is_unchanged)
         outputs = graph.run(options, inputs)
-        if self.mode != "eager" and not graph.forward.is_pure:
+        if self.training.mode is not Mode.EAGER and not graph.forward.is_pure:
             for k, model in enumerate(members.models):  # Dynamo's code sets the attributes that the model sets
                 graph.outputs = tuple([output[k].clone() for output in outputs])  # rows may be interleaved in memory
                 function(model, *signature.batch(members.part(tensors, k)))

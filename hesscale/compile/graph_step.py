@@ -18,7 +18,7 @@ from .dynamo import ForwardGraph
 from .fx_graphs import mutated_arguments
 from .make_fx import CannotTrace, trace
 from .optimizer import FunctionalOptimizer
-from .program import Program
+from .program import Mode, Program
 from .signature import UNUSUAL, tensor_signature
 from .staged import StagedStep
 
@@ -42,6 +42,11 @@ class Training:
     compilations: int = 0
     last: StagedStep | None = None
     error: NonFiniteError | None = None
+
+    @property
+    def mode(self) -> Mode:
+        """How the last step ran."""
+        return Mode.EAGER if self.last is None else self.last.mode
 
     def raise_error(self) -> None:
         if error := self.error:
@@ -258,7 +263,7 @@ class ModelProgram(Program):
         if not self.step.fits(inputs):
             return False
         self.arguments = self.step.arguments
-        return self.mode == "traced" or not self.has_new_overlap()
+        return self.mode is Mode.TRACED or not self.has_new_overlap()
 
     def has_new_overlap(self) -> bool:
         """Whether an argument that it changes now shares memory with another one; quick if no tensor has moved."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from enum import Enum
 from typing import Any
 
 import torch
@@ -14,6 +15,16 @@ from .cuda_graph import CudaGraph
 from .inductor import compile_graph
 
 Code = Callable[..., Sequence[Any]]
+
+
+class Mode(Enum):
+    """How a step runs."""
+
+    EAGER = "eager"
+    TRACED = "traced"
+    COMPILED = "compiled"
+    TRACED_CUDA_GRAPH = "traced + CUDA graph"
+    CUDA_GRAPH = "compiled + CUDA graph"
 
 
 class Program(ABC):
@@ -31,9 +42,10 @@ class Program(ABC):
         self.cuda_graph: CudaGraph | None = None
 
     @property
-    def mode(self) -> str:
-        kind = "compiled" if self.is_compiled else "traced"
-        return kind if self.cuda_graph is None else f"{kind} + CUDA graph"
+    def mode(self) -> Mode:
+        if self.cuda_graph is None:
+            return Mode.COMPILED if self.is_compiled else Mode.TRACED
+        return Mode.CUDA_GRAPH if self.is_compiled else Mode.TRACED_CUDA_GRAPH
 
     @abstractmethod
     def fits(self, inputs: Sequence[Any]) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import CompileWarning, NeedsEagerPass
 from .make_fx import TRACING, CannotTrace, first_line
-from .program import Program
+from .program import Mode, Program
 
 if TYPE_CHECKING:
     from .graph_step import GraphStep
@@ -41,8 +41,8 @@ class StagedStep:
             self.give_up(obstacle)
 
     @property
-    def mode(self) -> str:
-        return "eager" if self.program is None else self.program.mode
+    def mode(self) -> Mode:
+        return Mode.EAGER if self.program is None else self.program.mode
 
     @property
     def is_settled(self) -> bool:

@@ -118,7 +118,7 @@ class CapturedStep(ABC):
 
     @property
     def mode(self) -> str:
-        return "eager" if self.training.last is None else self.training.last.mode
+        return self.training.mode.value
 
     @property
     def reason(self) -> str:
