@@ -348,6 +348,25 @@ def test_a_compiled_step_uses_the_adapted_radius(count):
     torch.testing.assert_close(*found, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.parametrize("backend", ["eager", "traced"])
+def test_a_decaying_radius_is_half_as_large_after_its_number_of_steps(backend):
+    decaying = dataclasses.replace(CONFIG, optimizer="scaled-adahesscale", step_size=1.0, trust_radius=1e-6, backend=backend)
+    learning = A2C([dataclasses.replace(decaying, radius_decay=10, seed=seed) for seed in range(2)])
+    constant = A2C([dataclasses.replace(decaying, seed=seed) for seed in range(2)])
+    for steps, radius in ((0, 1e-6), (5, 1e-6 / 1.5), (10, 5e-7)):
+        assert learning.envs.steps == steps
+        learning.iterate()
+        for k, optimizer in enumerate(learning.optimizers):
+            assert [float(group["trust_radius"]) for group in optimizer.param_groups] == pytest.approx([radius] * 3)
+            assert learning.trust_metrics(k)["trust/radius_mean"] == pytest.approx(radius)
+        for group in [group for optimizer in constant.optimizers for group in optimizer.param_groups]:
+            group["trust_radius"] = radius
+        constant.are_step_sizes_new = True
+        constant.iterate()
+    for own, other in zip(learning.agents, constant.agents, strict=True):
+        torch.testing.assert_close(own.state_dict(), other.state_dict(), rtol=1e-3, atol=1e-6)
+
+
 @pytest.mark.parametrize("algorithm", [A2C, PPO])
 @pytest.mark.parametrize(
     ("name", "backend"), [("adahesscale", "eager"), ("scaled-adam", "traced"), ("scaled-adahesscale", "traced")]
@@ -452,6 +471,14 @@ RUNS = {
         "env": "InvertedPendulum-v5",
         "optimizer": "scaled-adahesscale",
         "trust_radius": 1e-3,
+        "backend": "traced",
+        "steps": 60,
+    },
+    "decay": {
+        "env": "CartPole-v1",
+        "optimizer": "scaled-adam",
+        "trust_radius": 1e-3,
+        "radius_decay": 20,
         "backend": "traced",
         "steps": 60,
     },

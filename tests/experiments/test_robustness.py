@@ -328,10 +328,28 @@ def test_an_adaptive_radius_is_a_separate_method():
     ]
 
 
+def test_a_decaying_radius_is_a_separate_method():
+    settings = robustness.Settings(
+        algo="a2c,ppo", optimizer="adam,scaled-adam@1", step_size="1e-3", seeds=1, radius_decay=100_000
+    )
+    asked = EXPERIMENT.tasks(settings)
+    assert {(task.optimizer, task.radius_decay) for task in asked} == {("adam", 0), ("scaled-adam", 100_000), ("untrained", 0)}
+    found = [result("scaled-adam", 1.0, 0, 5.0, radius_decay=100_000), result("scaled-adam", 1.0, 0, 4.0)]
+    assert [method.label for method in methods_of(found).values()] == [
+        "Scaled Adam, Δ = 1e-8/(1 + t/100000)",
+        "Scaled Adam, Δ = 1e-8",
+    ]
+    assert [method.label for method in methods_of(found[:1]).values()] == ["Scaled Adam"]
+    (section,) = robustness.sections([*found, result("untrained", 0.0, 0, 0.0), result("adam", 1e-3, 0, 1.0)])
+    assert "at first, where it adapts to a KL divergence or decays" in section.text
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
         ({"target_kl": -0.01}, "target_kl must be at least 0, not -0.01"),
+        ({"target_kl": 0.01, "radius_decay": 10}, "target_kl and radius_decay both change the trust radius"),
+        ({"radius_decay": -1}, "radius_decay must be at least 0, not -1"),
         ({"humanoid_steps": -1}, "humanoid_steps must be at least 0, not -1"),
         ({"step_size": "1e-3;1"}, "a step size must be a number, not '1e-3;1'"),
         ({"trust_radius": "1e-7,-1"}, "trust_radius: a trust radius must be positive, not -1"),

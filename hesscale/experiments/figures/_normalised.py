@@ -36,15 +36,18 @@ def definition(results: Iterable[Result]) -> str:
 
 
 class Method(NamedTuple):
-    """An optimizer, with its trust radius if several radii are compared, and with the target KL divergence of the radius."""
+    """An optimizer, with its trust radius and the decay of the radius if several are compared, and with the target KL."""
 
     optimizer: str
     trust_radius: float | None = None
     target_kl: float = 0.0
+    radius_decay: int = 0
 
     @property
     def label(self) -> str:
         radius = "" if self.trust_radius is None else f", Δ = {compact(self.trust_radius)}"
+        if self.radius_decay:
+            radius = f"{radius or ', Δ'}/(1 + t/{compact(self.radius_decay)})"
         target = f", KL = {compact(self.target_kl)}" if self.target_kl else ""
         return AGENT_OPTIMIZERS[self.optimizer].label + radius + target
 
@@ -67,14 +70,15 @@ Cell = tuple[Method, float]  # a method and a step size
 
 
 def methods_of(results: Iterable[Result]) -> dict[Config, Method]:
-    """The method of each task. It includes the trust radius only if scaled optimizers have several radii."""
+    """The method of each task. It includes the trust radius and its decay only if scaled optimizers have several."""
     tasks = [result.task for result in results]
     is_scaled = {name: spec.is_scaled for name, spec in AGENT_OPTIMIZERS.items()}
-    radii = {task.trust_radius for task in tasks if is_scaled[task.optimizer]}
+    radii = {(task.trust_radius, task.radius_decay) for task in tasks if is_scaled[task.optimizer]}
     found = {}
     for task in tasks:
         has_own = len(radii) > 1 and is_scaled[task.optimizer]
-        found[task] = Method(task.optimizer, task.trust_radius if has_own else None, task.target_kl)
+        own = (task.trust_radius, task.radius_decay) if has_own else (None, 0)
+        found[task] = Method(task.optimizer, own[0], task.target_kl, own[1])
     return found
 
 
@@ -82,7 +86,7 @@ def in_order(methods: Iterable[Method]) -> list[Method]:
     """Methods in the order of the registry, then by radius, without duplicates and untrained agents."""
     order = list(AGENT_OPTIMIZERS)
     known = {method for method in methods if method.optimizer != UNTRAINED}
-    return sorted(known, key=lambda method: (order.index(method.optimizer), method.trust_radius or 0, method.target_kl))
+    return sorted(known, key=lambda method: (order.index(method.optimizer), method.trust_radius or 0, *method[2:]))
 
 
 @dataclass

@@ -66,7 +66,8 @@ def by_radius(known: list[Scores], over_all: OverAll, algo: str, end: str) -> li
         ends = [at.interval or (at.iqm, at.iqm) for at in line.values()]
         label = f"{method.label}, α = {compact(size)}"
         middle, low, high = [at.iqm for at in line.values()], [e[0] for e in ends], [e[1] for e in ends]
-        series.append(Series(label, list(line), middle, low, high, colour=method.colour, dashed=bool(method.target_kl)))
+        changes = bool(method.target_kl or method.radius_decay)
+        series.append(Series(label, list(line), middle, low, high, colour=method.colour, dashed=changes))
     if best := aggregate_tuned(known, ADAM):
         series.append(
             Series(

@@ -25,9 +25,9 @@ def sections(results: list[Result]) -> list[Section]:
 def by_way(results: list[Result]) -> Iterator[tuple[list[Result], str]]:
     """Groups of results, with a suffix for their files.
 
-    Within a group, only environment, optimizer, trust radius, target KL, step size, seed and number of steps differ.
+    Within a group, only environment, optimizer, trust radius and what changes it, step size, seed and number of steps differ.
     """
-    apart = ("env", "optimizer", "trust_radius", "target_kl", "step_size", "seed", "steps")
+    apart = ("env", "optimizer", "trust_radius", "target_kl", "radius_decay", "step_size", "seed", "steps")
     groups: dict[tuple[Any, ...], list[Result]] = {}
     for result in results:
         groups.setdefault(tuple((k, v) for k, v in asdict(result.task).items() if k not in apart), []).append(result)
@@ -51,7 +51,7 @@ def section(results: list[Result], end: str) -> Section:
 
     def place(result: Result) -> tuple[float, ...]:
         task, method = result.task, methods[result.task]
-        return order[task.optimizer], method.trust_radius or 0, method.target_kl, task.step_size, task.seed
+        return order[task.optimizer], method.trust_radius or 0, *method[2:], task.step_size, task.seed
 
     for env, found in sorted(by_environment(results).items()):
         for result in sorted(found, key=place):
@@ -143,7 +143,8 @@ def conditions(results: Sequence[Result]) -> str:
     """The training settings, as part of a sentence."""
     task: Config = results[0].task
     radii = sorted({r.task.trust_radius for r in results if AGENT_OPTIMIZERS[r.task.optimizer].is_scaled})
-    first = " (at first, where it adapts to a KL divergence)" if any(r.task.target_kl for r in results) else ""
+    is_changing = any(r.task.target_kl or r.task.radius_decay for r in results)
+    first = " (at first, where it adapts to a KL divergence or decays)" if is_changing else ""
     trust = f"Δ = {', '.join(map(compact, radii))} for scaled optimizers{first}, " if radii else ""
     return (
         f"ε = {compact(task.eps)}, {trust}{'½ ' if task.half_value_loss else ''}(v − R)² for "

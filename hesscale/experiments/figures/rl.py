@@ -64,6 +64,10 @@ class Settings:
         "let PPO adapt the trust radius of each of the policy's networks after every update, so that its part of the KL "
         "divergence from the old policy comes closer to this target; 0 for constant radii",
     )
+    radius_decay: int = option(
+        0,
+        "number N of steps after which trust radii have halved: they are Δ/(1 + t/N) after t steps; 0 for constant radii",
+    )
     width: int = option(64, "number of units in each hidden layer")
     entropy: float = option(0.0, "coefficient of the entropy bonus")
     backend: str = option("inductor", f"backend of hesscale.compile_step: {', '.join(BACKENDS)}")
@@ -120,7 +124,8 @@ def tasks(settings: Settings) -> list[Config]:
     for seed, env, algo, (name, size), radius in cells:
         own = {name: getattr(settings, name) for name in OF_PPO} if algo == "ppo" else {}
         if AGENT_OPTIMIZERS[name].is_scaled:
-            own |= {"trust_radius": radius} | ({"target_kl": settings.target_kl} if algo == "ppo" else {})
+            own |= {"trust_radius": radius, "radius_decay": settings.radius_decay}
+            own |= {"target_kl": settings.target_kl} if algo == "ppo" else {}
         found[Config(algo, env, name, size, seed, steps[env], **shared, **own)] = None
     return list(found)
 
@@ -130,9 +135,11 @@ def check_ranges(settings: Settings) -> None:
     for name in ("seeds", "steps", "width"):
         if getattr(settings, name) < 1:
             raise ValueError(f"{name} must be at least 1, not {getattr(settings, name)}")
-    for name in ("humanoid_steps", "rollout", "epochs", "minibatches", "eps", "entropy", "target_kl"):
+    for name in ("humanoid_steps", "rollout", "epochs", "minibatches", "eps", "entropy", "target_kl", "radius_decay"):
         if not 0 <= getattr(settings, name) < math.inf:
             raise ValueError(f"{name} must be at least 0, not {getattr(settings, name)}")
+    if settings.target_kl and settings.radius_decay:
+        raise ValueError("target_kl and radius_decay both change the trust radius; use one of them")
     for name in ("gamma", "gae_lambda"):
         if not 0 <= getattr(settings, name) <= 1:
             raise ValueError(f"{name} must be between 0 and 1, not {getattr(settings, name)}")

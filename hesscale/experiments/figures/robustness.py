@@ -51,10 +51,8 @@ PRESETS = {
 def tasks(settings: Settings) -> list[Config]:
     """The agents of these settings, and untrained agents, whose return has the score 0."""
     trained = rl.tasks(settings)
-    radius, target = Config.trust_radius, Config.target_kl  # untrained agents use neither
-    floor = [
-        dataclasses.replace(task, optimizer=UNTRAINED, step_size=0.0, trust_radius=radius, target_kl=target) for task in trained
-    ]
+    unused: dict[str, Any] = {name: getattr(Config, name) for name in ("trust_radius", "target_kl", "radius_decay")}
+    floor = [dataclasses.replace(task, optimizer=UNTRAINED, step_size=0.0, **unused) for task in trained]
     return list(dict.fromkeys([*trained, *floor]))
 
 

@@ -41,6 +41,7 @@ class Config:
         gae_lambda, clip, epochs, minibatches: of PPO; A2C does not use them. 0 epochs or minibatches mean 10 and 32.
         target_kl: for PPO with a scaled optimizer. After each update, the trust radius of each of the policy's networks adapts,
             so that its part of the KL divergence comes closer to this target. 0 for constant radii.
+        radius_decay: for a scaled optimizer. After t steps, the trust radii are Δ/(1 + t/radius_decay). 0 for constant radii.
         width: the number of units in each hidden layer.
         entropy: the coefficient of the entropy bonus.
         backend: of :func:`hesscale.compile_step`.
@@ -67,6 +68,7 @@ class Config:
     epochs: int = 0
     minibatches: int = 0
     target_kl: float = 0.0
+    radius_decay: int = 0
     width: int = 64
     entropy: float = 0.0
 

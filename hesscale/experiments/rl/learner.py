@@ -24,6 +24,7 @@ from .tuning_free import TuningFree
 from .vector_env import Rollout, VectorEnv
 
 Optimizer: TypeAlias = CurvatureOptimizer | TuningFree
+DECAY_PARTS = 100  # A decaying radius changes at every hundredth of ``radius_decay``: a compiled step takes time to read it.
 
 
 class Algorithm:
@@ -59,7 +60,8 @@ class Algorithm:
         self.shuffles = [torch.Generator().manual_seed(config.seed) for config in configs]
         self.optimizers = [optimizer_for(agent, config) for agent, config in zip(self.agents, configs, strict=True)]
         self.compile: Callable[..., None] = lambda *_: None
-        self.are_step_sizes_new = True  # whether they have changed since the last step
+        self.are_step_sizes_new = True  # whether step sizes or trust radii have changed since the last step
+        self.decayed_parts = -1  # for which the trust radii have been set
         self.step = self.make_step()
         self.is_warm = self.is_eager
         # A copy of the first environment, restored from its saved state. It is used to check that both continue in the same way.
@@ -112,6 +114,8 @@ class Algorithm:
         """Collect a rollout and update the agents."""
         if "anneal" in self.parts:
             self.anneal()
+        if self.config.radius_decay:
+            self.decay_trust_radii()
         self.agent_batch.refresh()
         replica, self.replica = self.replica, None
         rollout = self.envs.collect(self.agent_batch, self.rollout)
@@ -150,6 +154,16 @@ class Algorithm:
             for group in optimizer.param_groups:
                 group["lr"] = share * config.step_size
         self.are_step_sizes_new = True
+
+    def decay_trust_radii(self) -> None:
+        """Set the trust radii to Δ/(1 + t/radius_decay), for the number t of steps so far."""
+        parts = self.envs.steps * DECAY_PARTS // self.config.radius_decay
+        if parts == self.decayed_parts:
+            return
+        self.decayed_parts, self.are_step_sizes_new = parts, True
+        for config, optimizer in zip(self.configs, self.optimizers, strict=True):
+            for group in optimizer.param_groups:
+                group["trust_radius"] = torch.tensor(config.trust_radius / (1 + parts / DECAY_PARTS))
 
     @contextlib.contextmanager
     def own_random_numbers(self) -> Iterator[None]:
@@ -193,10 +207,10 @@ class Algorithm:
         return values[:, : self.rollout], values[:, self.rollout :]
 
     def trust_metrics(self, k: int) -> dict[str, float]:
-        """η of an agent's last step, the fraction of its steps with η < 1, and radii that adapt, for each network."""
+        """η of an agent's last step, the fraction of its steps with η < 1, and radii that change, for each network."""
         names, optimizer = list(self.agents[k].networks), self.optimizers[k]
         found = {f"trust/eta_{name}": float(eta) for name, eta in zip(names, optimizer.eta, strict=False) if eta is not None}
-        if self.config.target_kl:
+        if self.config.target_kl or self.config.radius_decay:
             radii = [float(group["trust_radius"]) for group in optimizer.param_groups]
             found |= {f"trust/radius_{name}": radius for name, radius in zip(names, radii, strict=True)}
         return found | {f"trust/scaled_share_{name}": share for name, share in self.scaled_shares(k).items()}
@@ -251,6 +265,7 @@ class Algorithm:
         self.optimizers[k].load_state_dict(state["optimizer"])
         self.optimizers[k].counters.update(state["counters"])
         self.random_state = state["random_state"]
+        self.decayed_parts = -1
         self.step, self.is_warm = self.make_step(), self.is_eager  # `again` would continue with the optimizers' old state
         self.shuffles[k].set_state(state["shuffle"])
         self.kept = {}
@@ -269,7 +284,7 @@ def optimizer_for(agent: Agent, config: Config) -> Optimizer:
     """An optimizer with one parameter group, and so one trust region, per network; in other packages, with a single group."""
     spec = AGENT_OPTIMIZERS[config.optimizer]
     groups: list[dict[str, Any]] = [{"params": network.parameters()} for network in agent.networks.values()]
-    if config.target_kl:
+    if config.target_kl or config.radius_decay:
         for group in groups:
             group["trust_radius"] = torch.tensor(config.trust_radius)  # a tensor can change without retracing the step
     optimizer: object = spec.make(
