@@ -89,7 +89,8 @@ class CapturedStep(ABC):
     """A training step whose forward pass TorchDynamo captures. If it cannot, the step runs in eager mode.
 
     Attributes:
-        mode: how the last call ran: ``"eager"``, ``"traced"``, ``"compiled"`` or ``"compiled + CUDA graph"``.
+        mode: how the last call ran: ``"eager"``, ``"traced"``, ``"compiled"``, ``"traced + CUDA graph"`` or
+            ``"compiled + CUDA graph"``.
         reason: why it did not run in a faster mode; empty if there is no such reason.
         compilations: how many programs have been traced, and compiled where that is possible.
     """
